@@ -1,0 +1,1 @@
+"""The HTTP frontend: OpenAI's API and POST /generation over the broker. No torch, no tokenizer."""
