@@ -146,9 +146,8 @@ def _walk(root: type[LoadOnceError]) -> list[type[LoadOnceError]]:
     return [root, *(found for child in root.__subclasses__() for found in _walk(child))]
 
 
-BY_CODE: dict[str, type[LoadOnceError]] = {
-    cls.code: cls for cls in [*_walk(LoadOnceError)[1:], InternalError]
-}
+# The base shares its code with InternalError, which comes later and wins.
+BY_CODE: dict[str, type[LoadOnceError]] = {cls.code: cls for cls in _walk(LoadOnceError)}
 
 
 def from_wire(
