@@ -1,0 +1,41 @@
+# Everything that a person, the hook and CI call. `make run` and `make test` install what they need.
+PYTHON ?= python3
+VENV   := .venv/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: run test test-unit lint format install install-dev lock clean help
+
+help:
+	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | clean"
+
+install:
+	@$(PYTHON) tools/install.py run
+
+install-dev:
+	@$(PYTHON) tools/install.py run dev
+
+run: install
+	@$(VENV)/python tools/run.py
+
+test: install-dev
+	$(VENV)/pytest tests
+
+test-unit: install-dev
+	$(VENV)/pytest tests/unit
+
+lint: install-dev
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/python tools/shape.py
+
+format: install-dev
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+lock:
+	$(PYTHON) tools/lock.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
