@@ -4,7 +4,7 @@ VENV   := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: run test test-unit lint format install install-dev lock clean help
+.PHONY: run test test-unit lint docs format install install-dev lock clean help
 
 help:
 	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | clean"
@@ -28,7 +28,11 @@ lint: install-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+	$(VENV)/python tools/document.py --check
 	$(VENV)/python tools/shape.py
+
+docs: install-dev
+	$(VENV)/python tools/document.py
 
 format: install-dev
 	$(VENV)/ruff check --fix .

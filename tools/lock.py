@@ -7,7 +7,6 @@ its own dependencies compile for minutes and aren't needed, so all sets install 
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
@@ -57,4 +56,4 @@ def write(name: str, lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
