@@ -28,18 +28,18 @@ lint: install-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
-	$(VENV)/python tools/document.py --check
-	$(VENV)/python tools/shape.py
+	$(VENV)/python -m tools.document --check
+	$(VENV)/python -m tools.shape
 
 docs: install-dev
-	$(VENV)/python tools/document.py
+	$(VENV)/python -m tools.document
 
 format: install-dev
 	$(VENV)/ruff check --fix .
 	$(VENV)/ruff format .
 
 lock:
-	$(PYTHON) tools/lock.py
+	$(PYTHON) -m tools.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

