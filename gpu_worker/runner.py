@@ -11,8 +11,8 @@ from torch import Tensor
 
 from broker.logs import Log
 
-from . import batch, kv_cache, support
-from .attention import PagedInput, gathered, plug_in
+from . import batch, kv_cache, native, support
+from .attention import Attend, PagedInput, cpu, gathered, plug_in
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
 
@@ -33,6 +33,7 @@ class Runner:
         self._log = log
         self._model = loaded.model
         self._device: torch.device = loaded.device
+        self._dtype: torch.dtype = loaded.dtype
         self._layers = support.examine(loaded.model, loaded.context)
         plug_in(loaded.model)
         room = kv_cache.size(loaded, self._layers, settings, log)
@@ -41,7 +42,7 @@ class Runner:
         self._caches = kv_cache.allocate(
             self._layers, room.pages, settings.page_tokens, dtype=loaded.dtype, device=loaded.device
         )
-        self._attend = gathered.attend
+        self._attend = self._choose_attention(settings)
         self._selects = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     @torch.inference_mode()
@@ -88,6 +89,21 @@ class Runner:
 
     def start_compile(self) -> None:
         """Begin to compile in the background."""
+
+    def _choose_attention(self, settings: WorkerSettings) -> Attend:
+        """The fastest back end that this device, type and machine have; the choice is logged."""
+        if self._device.type == "cpu":
+            try:
+                native.load(native.cache_directory(settings.cache_dir))
+            except native.BuildFailed as problem:
+                self._log.warning("cpu kernels not built; torch's own operations serve", reason=str(problem))
+                return gathered.attend
+            layers = cpu.use_linear_kernel(self._model)
+            if self._dtype in cpu.DTYPES:
+                self._log.info("attention", backend="cpu kernel", own_linear_layers=layers)
+                return cpu.attend
+        self._log.info("attention", backend="gathered")
+        return gathered.attend
 
     def _batch(self, rows: Sequence[RowLike], every_token: Sequence[int] = ()) -> Batch:
         return batch.build(

@@ -1,0 +1,324 @@
+// loadonce::attend: attention of a step's rows over the paged cache, online softmax, float32 inside.
+// Writes the new keys and values to the cache first. Any mix of one-token rows and prompt chunks.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "rows.h"
+
+namespace loadonce {
+namespace {
+
+constexpr int64_t kKeys = 64;      // keys per round of the online softmax
+constexpr int64_t kTokens = 32;    // query tokens per task
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16_bits value) { return widen(value); }
+inline void from_float(float value, float* at) { *at = value; }
+inline void from_float(float value, bf16_bits* at) { *at = narrow(value); }
+
+// eˣ for x ≤ 0, to the last bits of float32; written so that the compiler makes vectors of it.
+inline float exponential(float x) {
+  x = std::max(x, -87.0f);
+  const float whole = std::nearbyint(x * 1.44269504f);
+  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float sum = 1.0f / 5040;
+  sum = sum * rest + 1.0f / 720;
+  sum = sum * rest + 1.0f / 120;
+  sum = sum * rest + 1.0f / 24;
+  sum = sum * rest + 1.0f / 6;
+  sum = sum * rest + 0.5f;
+  sum = sum * rest + 1.0f;
+  sum = sum * rest + 1.0f;
+  union { int32_t bits; float number; } power{(static_cast<int32_t>(whole) + 127) << 23};
+  return sum * power.number;
+}
+
+// A row of the step: tokens [start, start + tokens) with `context` tokens in the cache, its own included.
+struct Task {
+  int64_t row, kv_head, first, tokens;  // tokens first … first + tokens of the row
+};
+
+template <typename Scalar>
+struct Attention {
+  const Scalar *query, *key, *value;
+  Scalar *key_cache, *value_cache, *out;
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides
+  int64_t heads, kv_heads, key_dim, value_dim, page_tokens, table_width;
+  const int64_t* slots;
+  const int32_t *query_start, *context, *table;
+  const float* sinks;
+  float scaling, softcap;
+  int64_t window;
+
+  int64_t group() const { return heads / kv_heads; }
+
+  void write(int64_t token) const {
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      std::memcpy(key_cache + (slots[token] * kv_heads + head) * key_dim,
+                  key + token * key_token + head * key_head, key_dim * sizeof(Scalar));
+      std::memcpy(value_cache + (slots[token] * kv_heads + head) * value_dim,
+                  value + token * value_token + head * value_head, value_dim * sizeof(Scalar));
+    }
+  }
+
+  const Scalar* cached(const Scalar* cache, int64_t dim, int64_t row, int64_t position, int64_t head) const {
+    const int64_t page = table[row * table_width + position / page_tokens];
+    return cache + ((page * page_tokens + position % page_tokens) * kv_heads + head) * dim;
+  }
+
+  struct Scratch {  // of one thread; R query rows = tokens × heads of a group
+    std::vector<Scalar> query;   // [R, key_dim]
+    std::vector<float> scores;   // [R, kKeys]
+    std::vector<float> mixed;    // [R, value_dim]
+    std::vector<float> most, total;  // [R]
+    std::vector<const Scalar*> keys, values;  // [kKeys]
+    std::vector<float> wide;     // [kKeys, value_dim]
+  };
+
+  void run(const Task& task, Scratch& own) const {
+    const int64_t rows = task.tokens * group();
+    begin(task, own, rows);
+    const int64_t start = query_start[task.row], length = query_start[task.row + 1] - start;
+    const int64_t position = context[task.row] - length + task.first;  // of the task's first token
+    const int64_t end = position + task.tokens;
+    const int64_t from = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    for (int64_t at = from; at < end; at += kKeys) {
+      const int64_t count = std::min(kKeys, end - at);
+      for (int64_t k = 0; k < count; ++k) {
+        own.keys[k] = cached(key_cache, key_dim, task.row, at + k, task.kv_head);
+        own.values[k] = cached(value_cache, value_dim, task.row, at + k, task.kv_head);
+      }
+      score(own, rows, count);
+      for (int64_t r = 0; r < rows; ++r) soften(own, r, position + r / group() - at, count);
+      mix(own, rows, count);
+    }
+    finish(task, own, rows, start + task.first);
+  }
+
+  void begin(const Task& task, Scratch& own, int64_t rows) const {
+    own.query.resize(rows * key_dim);
+    own.scores.resize(rows * kKeys);
+    own.mixed.assign(rows * value_dim, 0.0f);
+    own.most.assign(rows, kNothing);
+    own.total.assign(rows, 0.0f);
+    own.keys.resize(kKeys);
+    own.values.resize(kKeys);
+    own.wide.resize(kKeys * value_dim);
+    const int64_t start = query_start[task.row] + task.first;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t head = task.kv_head * group() + r % group();
+      std::memcpy(own.query.data() + r * key_dim,
+                  query + (start + r / group()) * query_token + head * query_head, key_dim * sizeof(Scalar));
+      if (sinks) {
+        own.most[r] = sinks[head];
+        own.total[r] = 1.0f;
+      }
+    }
+  }
+
+  void score(Scratch& own, int64_t rows, int64_t count) const {
+#ifdef LOADONCE_BF16_DOT
+    if constexpr (std::is_same_v<Scalar, bf16_bits>) {
+      for (int64_t k = 0; k < count; k += kColumns) {
+        const bf16_bits* columns[kColumns];
+        for (int c = 0; c < kColumns; ++c) columns[c] = own.keys[std::min(k + c, count - 1)];
+        for (int64_t first = 0; first < rows; first += kMostRows)
+          tile(static_cast<int>(std::min<int64_t>(kMostRows, rows - first)), own.query.data() + first * key_dim,
+               key_dim, columns, key_dim, Ahead{},
+               [&](int r, __m128 sum) { _mm_storeu_ps(own.scores.data() + (first + r) * kKeys + k, sum); });
+      }
+      return;
+    }
+#endif
+    for (int64_t r = 0; r < rows; ++r) {
+      const Scalar* q = own.query.data() + r * key_dim;
+      for (int64_t k = 0; k < count; ++k) {
+        const Scalar* one = own.keys[k];
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < key_dim; ++d) sum += to_float(q[d]) * to_float(one[d]);
+        own.scores[r * kKeys + k] = sum;
+      }
+    }
+  }
+
+  // Scores of query row r → weights, with what came before scaled down to the new maximum. `last` is the
+  // row's own position, counted from the first of these keys.
+  void soften(Scratch& own, int64_t r, int64_t last, int64_t count) const {
+    float* scores = own.scores.data() + r * kKeys;
+    const int64_t first = window ? std::max<int64_t>(0, last - window + 1) : 0;
+    const int64_t end = std::min(count, last + 1);
+    if (first >= end) {
+      std::fill(scores, scores + count, 0.0f);
+      return;
+    }
+    float most = own.most[r];
+    if (softcap) {
+      for (int64_t k = first; k < end; ++k) scores[k] = softcap * std::tanh(scores[k] * scaling / softcap);
+    } else {
+#pragma omp simd
+      for (int64_t k = first; k < end; ++k) scores[k] *= scaling;
+    }
+#pragma omp simd reduction(max : most)
+    for (int64_t k = first; k < end; ++k) most = std::max(most, scores[k]);
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t k = first; k < end; ++k) {
+      scores[k] = exponential(scores[k] - most);
+      sum += scores[k];
+    }
+    std::fill(scores, scores + first, 0.0f);
+    std::fill(scores + end, scores + count, 0.0f);
+    if (most != own.most[r]) {
+      const float down = own.total[r] ? exponential(own.most[r] - most) : 0.0f;
+      own.total[r] *= down;
+      float* mixed = own.mixed.data() + r * value_dim;
+#pragma omp simd
+      for (int64_t d = 0; d < value_dim; ++d) mixed[d] *= down;
+      own.most[r] = most;
+    }
+    own.total[r] += sum;
+  }
+
+  void mix(Scratch& own, int64_t rows, int64_t count) const {
+    for (int64_t k = 0; k < count; ++k) {
+      const Scalar* one = own.values[k];
+      float* wide = own.wide.data() + k * value_dim;
+#pragma omp simd
+      for (int64_t d = 0; d < value_dim; ++d) wide[d] = to_float(one[d]);
+    }
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) mix_rows<4>(own, r, count);
+    for (; r < rows; ++r) mix_rows<1>(own, r, count);
+  }
+
+  template <int ROWS>
+  void mix_rows(Scratch& own, int64_t first, int64_t count) const {
+    constexpr int64_t kWidth = 32;  // value elements held in registers at a time
+    const float* weights = own.scores.data() + first * kKeys;
+    float* mixed = own.mixed.data() + first * value_dim;
+    for (int64_t from = 0; from < value_dim; from += kWidth) {
+      const int64_t width = std::min(kWidth, value_dim - from);
+      const float* wide = own.wide.data() + from;
+      if (width == kWidth) {
+        float sum[ROWS][kWidth];
+        for (int r = 0; r < ROWS; ++r)
+          for (int64_t d = 0; d < kWidth; ++d) sum[r][d] = mixed[r * value_dim + from + d];
+        for (int64_t k = 0; k < count; ++k)
+          for (int r = 0; r < ROWS; ++r) {
+            const float weight = weights[r * kKeys + k];
+#pragma omp simd
+            for (int64_t d = 0; d < kWidth; ++d) sum[r][d] += weight * wide[k * value_dim + d];
+          }
+        for (int r = 0; r < ROWS; ++r)
+          for (int64_t d = 0; d < kWidth; ++d) mixed[r * value_dim + from + d] = sum[r][d];
+      } else {
+        for (int64_t k = 0; k < count; ++k)
+          for (int r = 0; r < ROWS; ++r)
+            for (int64_t d = 0; d < width; ++d)
+              mixed[r * value_dim + from + d] += weights[r * kKeys + k] * wide[k * value_dim + d];
+      }
+    }
+  }
+
+  void finish(const Task& task, Scratch& own, int64_t rows, int64_t token) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t head = task.kv_head * group() + r % group();
+      Scalar* to = out + ((token + r / group()) * heads + head) * value_dim;
+      const float* mixed = own.mixed.data() + r * value_dim;
+      const float share = 1.0f / own.total[r];
+      for (int64_t d = 0; d < value_dim; ++d) from_float(mixed[d] * share, to + d);
+    }
+  }
+};
+
+template <typename Scalar>
+void run(Attention<Scalar>& job, int64_t tokens, int64_t rows) {
+  std::vector<Task> tasks;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t length = job.query_start[row + 1] - job.query_start[row];
+    for (int64_t first = 0; first < length; first += kTokens)
+      for (int64_t head = 0; head < job.kv_heads; ++head)
+        tasks.push_back({row, head, first, std::min(kTokens, length - first)});
+  }
+  // Tokens past the last row are padding: their answer is never read, but must be a number.
+  const int64_t real = job.query_start[rows];
+  std::fill(job.out + real * job.heads * job.value_dim, job.out + tokens * job.heads * job.value_dim, Scalar{});
+  const int64_t count = static_cast<int64_t>(tasks.size());
+#pragma omp parallel num_threads(at::get_num_threads()) if (count > 1)
+  {
+    typename Attention<Scalar>::Scratch own;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < tokens; ++token) job.write(token);
+    // The loop above ends in a barrier: every key is there before the first is read.
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t task = 0; task < count; ++task) job.run(tasks[task], own);
+  }
+}
+
+template <typename Scalar>
+void attend_as(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+               const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+               const at::Tensor& query_start, const at::Tensor& context, const at::Tensor& table,
+               const float* sinks, double scaling, int64_t window, double softcap, at::Tensor& out) {
+  Attention<Scalar> job{
+      static_cast<const Scalar*>(query.data_ptr()), static_cast<const Scalar*>(key.data_ptr()),
+      static_cast<const Scalar*>(value.data_ptr()), static_cast<Scalar*>(key_cache.data_ptr()),
+      static_cast<Scalar*>(value_cache.data_ptr()), static_cast<Scalar*>(out.data_ptr()),
+      query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+      query.size(1), key.size(1), key.size(2), value.size(2), key_cache.size(1), table.size(1),
+      slots.data_ptr<int64_t>(), query_start.data_ptr<int32_t>(), context.data_ptr<int32_t>(),
+      table.data_ptr<int32_t>(), sinks, static_cast<float>(scaling), static_cast<float>(softcap), window};
+  run(job, query.size(0), context.size(0));
+}
+
+at::Tensor dense_last(const at::Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
+
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                  const at::Tensor& query_start, const at::Tensor& context, const at::Tensor& table,
+                  const std::optional<at::Tensor>& sinks, double scaling, int64_t window, double softcap) {
+  const auto type = query.scalar_type();
+  TORCH_CHECK(key_cache.scalar_type() == type && key.scalar_type() == type && value.scalar_type() == type,
+              "attend: query, key, value and cache must be of one type");
+  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous() && table.is_contiguous(),
+              "attend: cache and page table must be contiguous");
+  TORCH_CHECK(query_start.size(0) == context.size(0) + 1 && slots.size(0) == query.size(0),
+              "attend: as many slots as tokens, and one more start than rows");
+  at::Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
+  const at::Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
+  const float* sink_at = sinks ? sink.data_ptr<float>() : nullptr;
+  const at::Tensor q = dense_last(query), k = dense_last(key), v = dense_last(value);
+  if (type == at::kFloat) {
+    attend_as<float>(q, k, v, key_cache, value_cache, slots, query_start, context, table, sink_at, scaling,
+                     window, softcap, out);
+  } else {
+    TORCH_CHECK(type == at::kBFloat16, "attend: float32 or bfloat16, not ", type);
+    attend_as<bf16_bits>(q, k, v, key_cache, value_cache, slots, query_start, context, table, sink_at, scaling,
+                         window, softcap, out);
+  }
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(loadonce, library) {
+  // The caches are written, but declared as if they were only read: nothing else in a compiled graph reads
+  // them, each layer has its own, and the declaration keeps the compiler from copying them every step.
+  library.def(
+      "attend(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slots, "
+      "Tensor query_start, Tensor context, Tensor page_table, Tensor? sinks, float scaling, int window, "
+      "float softcap) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(loadonce, CPU, library) { library.impl("attend", &attend); }
+
+}  // namespace loadonce
