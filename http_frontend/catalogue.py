@@ -1,0 +1,80 @@
+"""Which models there are, as the broker last said; asked for again each second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from broker.errors import LoadOnceError, ModelNotFound, Unavailable
+from broker.logs import Log
+from broker.protocol import ModelInfo
+
+REFRESH_S: Final = 1.0
+STALE_S: Final = 5.0  # a broker that has been silent for so long isn't there
+
+
+class Catalogue:
+    """The models by name and alias.
+
+    Args:
+        ask: asks the broker.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[Sequence[ModelInfo]]], clock: Callable[[], float], log: Log
+    ) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._log = log
+        self._heard_at: float | None = None
+        self._by_name: dict[str, ModelInfo] = {}
+        self._unheard = False
+        self.models: Sequence[ModelInfo] = ()
+
+    @property
+    def ready(self) -> list[str]:
+        """Models that can be served now; none if the broker is silent."""
+        if self._heard_at is None or self._clock() - self._heard_at > STALE_S:
+            return []
+        return [model.name for model in self.models if model.workers]
+
+    def find(self, name: str | None) -> ModelInfo:
+        """The model of that name; the first that was ever registered if it is empty.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+            Unavailable: no worker has registered at all yet.
+        """
+        if name:
+            found = self._by_name.get(name)
+            if found is not None:
+                return found
+            if self.models:
+                known = ", ".join(model.name for model in self.models)
+                raise ModelNotFound(f"The model {name[:128]!r} isn't served here: {known}.", param="model")
+        elif self.models:
+            return self.models[0]
+        raise Unavailable("No worker has registered yet.", retry_after_ms=1000)
+
+    def heard(self, models: Sequence[ModelInfo]) -> None:
+        """Take in what the broker says."""
+        self._heard_at = self._clock()
+        self.models = models
+        by_name = {alias: model for model in models for alias in model.aliases}
+        self._by_name = by_name | {model.name: model for model in models}
+
+    async def run(self) -> None:
+        """Ask for ever."""
+        while True:
+            try:
+                self.heard(await self._ask())
+                if self._unheard:
+                    self._unheard = False
+                    self._log.info("the broker answers again")
+            except (LoadOnceError, TimeoutError) as problem:
+                if not self._unheard:
+                    self._unheard = True
+                    self._log.warning("the broker doesn't answer", problem=str(problem))
+            await asyncio.sleep(REFRESH_S)

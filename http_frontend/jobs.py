@@ -1,0 +1,279 @@
+"""What one HTTP request has running in the pool, from its submits to its last answer.
+
+A `Job` is one or more requests of the pool (prompts × n). What the pool says about them comes as plain
+calls from the client's socket reader and goes on at once to a formatter and the connection: no queue and no
+task lies between. It knows nothing of HTTP's fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from broker.errors import DeadlineExceeded, LoadOnceError
+from broker.protocol import Chunk, Done, Outcome, Request, Submit, merge
+from http_frontend.metrics import ModelMetrics
+from http_frontend.sse import EventStream, SlowReader
+
+DEADLINE_MARGIN_S: Final = 1.0
+
+
+class Listener(Protocol):
+    """Who hears about one submitted request: chunks in order, then one of the two ends."""
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """New output."""
+
+    def on_done(self, done: Done, outcome: Outcome) -> None:
+        """It ended well; all its chunks have come before."""
+
+    def on_failed(self, problem: LoadOnceError) -> None:
+        """It ended in an error."""
+
+
+class Pool(Protocol):
+    """The part of the broker's client that a job needs."""
+
+    def submit(self, submit: Submit, request: Request, listener: Listener) -> None:
+        """Send a request; its listener hears the rest.
+
+        Raises:
+            LoadOnceError: it can't even be sent.
+        """
+
+    def cancel(self, id: str) -> None:
+        """Give it up; its listener hears nothing more."""
+
+
+class Formatter(Protocol):
+    """Makes a stream's events, such as `ChatStream`."""
+
+    def begin(self) -> bytes:
+        """What comes first."""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """New output of a choice."""
+
+    def end(self, index: int, outcome: Outcome) -> bytes:
+        """A choice has ended."""
+
+    def finish(self) -> bytes:
+        """All have ended."""
+
+
+class Result(msgspec.Struct):
+    """One choice, whole."""
+
+    chunk: Chunk
+    outcome: Outcome
+
+
+class _Part:
+    """One of the job's requests."""
+
+    def __init__(self, job: Job, index: int, id: str) -> None:
+        self.job = job
+        self.index = index
+        self.id = id
+        self.chunks: list[Chunk] = []  # not yet given to a stream, or all of them if nothing streams
+        self.outcome: Outcome | None = None
+        self.first_s = 0.0
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        try:
+            self.job.heard_chunk(self, chunk)
+        except Exception as problem:  # noqa: BLE001 - the client's reader serves other requests too
+            self.job.fail(problem)
+
+    def on_done(self, done: Done, outcome: Outcome) -> None:
+        try:
+            self.job.heard_done(self, done, outcome)
+        except Exception as problem:  # noqa: BLE001 - as above
+            self.job.fail(problem)
+
+    def on_failed(self, problem: LoadOnceError) -> None:
+        self.job.fail(problem)
+
+
+class Job:
+    """Requests of the pool that are answered together.
+
+    Whoever makes one must call `close` in the end, whatever happens: that cancels what still runs.
+
+    Args:
+        pool: takes the submits.
+        clock: seconds, monotonic.
+        metrics: of the model.
+        deadline_s: when to give up if the broker, which has the same deadline, hasn't by then.
+    """
+
+    def __init__(
+        self, pool: Pool, clock: Callable[[], float], metrics: ModelMetrics, deadline_s: float
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._metrics = metrics
+        self._parts: list[_Part] = []
+        self._left = 0
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(deadline_s + DEADLINE_MARGIN_S, self._too_late)
+        self._first = loop.create_future()  # something has come, or it has ended
+        self._ended = loop.create_future()
+        self._stream: EventStream | None = None
+        self._formatter: Formatter | None = None
+        self.problem: Exception | None = None
+        self.tokens = 0  # used by the whole request, once it has ended
+        self.worker = ""
+
+    def start(self, submit: Submit, requests: Sequence[Request]) -> None:
+        """Submit all; `submit` is the pattern, ids are its id with a number.
+
+        Raises:
+            LoadOnceError: the pool refuses at once.
+        """
+        self._started = self._clock()
+        self._left = len(requests)
+        several = len(requests) > 1
+        for index, request in enumerate(requests):
+            id = f"{submit.id}.{index}" if several else submit.id
+            part = _Part(self, index, id)
+            self._parts.append(part)
+            self._pool.submit(msgspec.structs.replace(submit, id=id) if several else submit, request, part)
+
+    async def results(self) -> list[Result]:
+        """Wait for all, whole.
+
+        Raises:
+            LoadOnceError: one of them failed.
+        """
+        await self._ended
+        self._raise()
+        return [Result(_merged(p.chunks), p.outcome) for p in self._parts if p.outcome is not None]
+
+    async def first(self) -> None:
+        """Wait until something has come, so that a refusal can still be a plain answer.
+
+        Raises:
+            LoadOnceError: it failed before that.
+        """
+        await self._first
+        self._raise()
+
+    async def stream(self, stream: EventStream, formatter: Formatter) -> None:
+        """Send all that has come and will come as events; returns when the stream has ended."""
+        self._stream, self._formatter = stream, formatter
+        self._send(formatter.begin())
+        for part in self._parts:
+            chunks, part.chunks = part.chunks, []
+            for chunk in chunks:
+                self._send(formatter.chunk(part.index, chunk))
+            if part.outcome is not None:
+                self._send(formatter.end(part.index, part.outcome))
+        if self._left == 0:
+            self._end_stream()
+        await self._ended
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        self._timer.cancel()
+        if self._stream is not None:
+            self._stream.drop()
+        for part in self._parts:
+            if part.outcome is None and self._left:
+                self._pool.cancel(part.id)
+
+    # ── what the pool says ───────────────────────────────────────────────────────────────────────
+
+    def heard_chunk(self, part: _Part, chunk: Chunk) -> None:
+        """New output of a part."""
+        if self._ended.done():
+            return
+        if not part.first_s:
+            part.first_s = self._clock() - self._started
+        if self._formatter is not None:
+            self._send(self._formatter.chunk(part.index, chunk))
+            return
+        part.chunks.append(chunk)
+        if not self._first.done():
+            self._first.set_result(None)
+
+    def heard_done(self, part: _Part, done: Done, outcome: Outcome) -> None:
+        """A part has ended well."""
+        if self._ended.done():
+            return
+        part.outcome = outcome
+        self._left -= 1
+        self.worker = done.worker
+        self._count(part, done, outcome)
+        if self._formatter is not None:
+            self._send(self._formatter.end(part.index, outcome))
+        if self._left == 0:
+            self._end_stream()
+            self._wake()
+        elif not self._first.done():
+            self._first.set_result(None)
+
+    def fail(self, problem: Exception) -> None:
+        """The whole job ends in an error: what still runs is cancelled."""
+        if self._ended.done():
+            return
+        self.problem = problem
+        for part in self._parts:
+            if part.outcome is None:
+                self._pool.cancel(part.id)
+        self._left = 0
+        if self._stream is not None and not isinstance(problem, SlowReader):
+            self._stream.fail(problem)
+        self._wake()
+
+    def _too_late(self) -> None:
+        self.fail(DeadlineExceeded("The request's deadline has passed."))
+
+    def _count(self, part: _Part, done: Done, outcome: Outcome) -> None:
+        now, usage = self._clock() - self._started, outcome.usage
+        metrics = self._metrics
+        metrics.done(
+            seconds=now,
+            first_s=part.first_s if self._formatter is not None else None,
+            queued_s=done.queued_ms / 1000,
+            tokens=usage.completion_tokens,
+        )
+        metrics.prompt_tokens += usage.prompt_tokens
+        metrics.cached_tokens += usage.cached_tokens
+        metrics.generated_tokens += usage.completion_tokens
+        metrics.finished[outcome.finish_reason] += 1
+        self.tokens += usage.prompt_tokens + usage.completion_tokens
+
+    def _send(self, events: bytes) -> None:
+        if events and self._stream is not None:
+            try:
+                self._stream.send(events)
+            except SlowReader as problem:
+                self.fail(problem)
+
+    def _end_stream(self) -> None:
+        if self._formatter is not None and self._stream is not None:
+            self._send(self._formatter.finish())
+            try:
+                self._stream.end()
+            except SlowReader as problem:
+                self.fail(problem)
+            self._wake()
+
+    def _wake(self) -> None:
+        for future in (self._first, self._ended):
+            if not future.done():
+                future.set_result(None)
+
+    def _raise(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+def _merged(chunks: Sequence[Chunk]) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    return merge(chunks) if chunks else Chunk()

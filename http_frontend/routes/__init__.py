@@ -1,0 +1,1 @@
+"""The routes, one file for each; every handler is a function of (frontend, request)."""

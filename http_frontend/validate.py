@@ -1,0 +1,453 @@
+"""A decoded request becomes protocol requests, or an error that names the field. Does no I/O.
+
+Types and ranges were checked when the body was decoded; here is what one field's type can't say: fields
+that depend on each other, on the model (context, vocabulary, chat template) or on the settings. The exact
+length of a text prompt is known only in the worker, so only what is certain is refused here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol, cast
+
+import msgspec
+
+from broker.errors import ContextTooLong, InvalidRequest, UnsupportedParameter
+from broker.protocol import ChatMessage, Grammar, ModelInfo, Params, Request, TextPart
+from http_frontend import tools
+from http_frontend.openai_types import (
+    CHAT_NOT_SERVED,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    GenerationRequest,
+    GenParams,
+    InputMessage,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponseFormat,
+    TextContent,
+)
+
+DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
+MAX_BYTES_PER_TOKEN: Final = 1024  # longer tokens are in no vocabulary we know of
+MAX_JSON_DEPTH: Final = 64
+_SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that all seeds of one request differ
+
+
+class Ask(msgspec.Struct):
+    """What one HTTP request asks the pool for: `prompts` × `n` requests, prompts first."""
+
+    requests: list[Request]
+    n: int
+    cost: int  # estimated tokens of one of them
+    prefix: list[int] = []  # chained hashes of the prompt's blocks, for the broker's choice of worker
+
+
+# ── the two OpenAI routes ────────────────────────────────────────────────────────────────────────
+
+
+def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
+    """Check a chat request and make its protocol requests.
+
+    Raises:
+        InvalidRequest: names the field at fault.
+    """
+    _refuse_unserved(body)
+    n = _choices(body, max_n)
+    if not model.chat:
+        raise InvalidRequest(
+            f"The model {model.name} has no chat template: use /v1/completions.", param="messages"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    grammar = _grammar(body, body.response_format)
+    forced = tools.forced_grammar(body)
+    if forced is not None and grammar is not None:
+        raise InvalidRequest("tool_choice can't be forced beside another format.", param="tool_choice")
+    params = _params(body, _chat_max_tokens(body), forced or grammar)
+    if body.logprobs:
+        params.logprobs = body.top_logprobs or 0
+    _check_params(params, model, "max_completion_tokens" if body.max_tokens is None else "max_tokens")
+    messages = conversation(body.messages)
+    size = sum(len(message.text) for message in messages)
+    _check_text(size, model, "messages")
+    request = Request(
+        messages=messages,
+        tools=tools.for_template(body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        params=params,
+    )
+    return Ask(_seeded([request], n, body.seed), n, _cost(size // 4, params))
+
+
+def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
+    """Check a completion request and make its protocol requests.
+
+    Raises:
+        InvalidRequest: names the field at fault.
+    """
+    n = _choices(body, max_n)
+    if body.best_of is not None and body.best_of != n:
+        raise UnsupportedParameter("best_of: only the value of n is served.", param="best_of")
+    if body.suffix:
+        raise UnsupportedParameter("suffix: the models here only continue.", param="suffix")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 is of use only with echo.", param="max_tokens")
+    if body.max_tokens is None and body.min_tokens is not None:
+        max_tokens = max(max_tokens, body.min_tokens)
+    params = _params(body, max_tokens, _grammar(body, body.response_format))
+    params.logprobs = body.logprobs
+    if body.echo:
+        params.echo = True
+        params.prompt_logprobs = body.logprobs
+    found = prompts(body.prompt, max_n)
+    if len(found) * n > max_n:
+        raise InvalidRequest(f"prompt: {len(found)} prompts × n {n} are more than {max_n}.", param="prompt")
+    _check_params(params, model, "max_tokens")
+    size = 0
+    for request in found:
+        request.params = params
+        size = max(size, _check_prompt(request, model))
+    return Ask(_seeded(found, n, body.seed), n, _cost(size, params))
+
+
+# transformers' parameters that are accepted with the value that changes nothing.
+GEN_PARAMS_HARMLESS: Final[dict[str, tuple[object, ...]]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "early_stopping": (False,),
+    "use_cache": (True,),
+    "clean_up_tokenization_spaces": (False,),
+    "return_dict_in_generate": (False,),
+    "return_tensors": (False,),
+    "return_text": (True,),
+}
+GEN_PARAMS_NOT_SERVED: Final = {
+    "max_length": "use max_new_tokens",
+    "min_length": "use min_new_tokens",
+    "bad_words_ids": "not implemented",
+    "force_words_ids": "not implemented",
+    "penalty_alpha": "contrastive search isn't implemented",
+    "max_time": "use max_new_tokens",
+    "prefix": "put it into the prompt",
+    "handle_long_generation": "shorten the prompt",
+}
+
+
+def generation(body: GenerationRequest, model: ModelInfo, max_n: int) -> Ask:
+    """Check a request of `POST /generation` and make its protocol requests.
+
+    Raises:
+        InvalidRequest: names the field at fault.
+    """
+    given = body.gen_params or GenParams()
+    _refuse_gen_params(given)
+    if body.max_new_tokens is not None and given.max_new_tokens is not None:
+        raise InvalidRequest("max_new_tokens: given twice.", param="max_new_tokens")
+    if body.return_full_text is not None and given.return_full_text is not None:
+        raise InvalidRequest("return_full_text: given twice.", param="return_full_text")
+    params = Params(max_tokens=body.max_new_tokens or given.max_new_tokens)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "skip_special_tokens"):
+        value = getattr(given, name)
+        if value is not None:
+            setattr(params, name, value)
+    if given.do_sample is False:
+        params.temperature = 0.0
+    params.min_tokens = given.min_new_tokens or 0
+    if given.stop_strings:
+        params.stop = [given.stop_strings] if isinstance(given.stop_strings, str) else given.stop_strings
+        params.include_stop = True  # as transformers does
+    if given.eos_token_id is not None:
+        ids = given.eos_token_id
+        params.stop_token_ids = [ids] if isinstance(ids, int) else ids
+    n = given.num_return_sequences or 1
+    found = prompts(body.prompt, max_n)
+    if len(found) * n > max_n:
+        raise InvalidRequest(f"gen_params.num_return_sequences: more than {max_n} texts in all.")
+    _check_params(params, model, "max_new_tokens")
+    for request in found:
+        request.params = params
+        _check_prompt(request, model)
+    size = max(len(request.prompt or "") for request in found) // 4
+    return Ask(_seeded(found, n, given.seed), n, _cost(size, params))
+
+
+def _refuse_gen_params(given: GenParams) -> None:
+    for name, harmless in GEN_PARAMS_HARMLESS.items():
+        value = getattr(given, name)
+        if value is not None and value not in harmless:
+            raise UnsupportedParameter(
+                f"gen_params.{name}: only {harmless[0]} is served.", param=f"gen_params.{name}"
+            )
+    for name, instead in GEN_PARAMS_NOT_SERVED.items():
+        if getattr(given, name) is not None:
+            raise UnsupportedParameter(
+                f"gen_params.{name}: not served here: {instead}.", param=f"gen_params.{name}"
+            )
+
+
+def prompts(given: str | Sequence[str | int | list[int]], most: int) -> list[Request]:
+    """Tell the four shapes of a prompt apart; each becomes requests with `prompt` or `token_ids`.
+
+    Raises:
+        InvalidRequest: it is empty, mixed, or has more than `most` prompts.
+    """
+    if isinstance(given, str):
+        listed: list[str | list[int]] = [given]
+    else:
+        kinds = set(map(type, given))
+        if len(kinds) > 1:
+            raise InvalidRequest(
+                "prompt: texts, token ids and lists of token ids can't be mixed.", param="prompt"
+            )
+        listed = [cast("list[int]", list(given))] if kinds == {int} else cast("list[str | list[int]]", given)
+    if not listed or not all(listed):
+        raise InvalidRequest("prompt: must not be empty.", param="prompt")
+    if len(listed) > most:
+        raise InvalidRequest(f"prompt: {len(listed)} prompts, at most {most} are allowed.", param="prompt")
+    return [Request(prompt=p) if isinstance(p, str) else Request(token_ids=p) for p in listed]
+
+
+def conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
+    """The messages as templates want them: `developer` is `system`, call arguments are objects.
+
+    Raises:
+        InvalidRequest: names the message and field.
+    """
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def tokens_in_vocabulary(ids: Sequence[int], model: ModelInfo, param: str) -> None:
+    """Check token ids against the model.
+
+    Raises:
+        InvalidRequest: names the first id that the model hasn't.
+    """
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab):
+        return
+    place, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < model.vocab)
+    raise InvalidRequest(f"{param}[{place}]: {wrong} is not a token id: 0 to {model.vocab - 1}.", param=param)
+
+
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_unserved(body: ChatRequest) -> None:
+    for name, why in CHAT_NOT_SERVED.items():
+        if getattr(body, name) is not None:
+            raise UnsupportedParameter(f"{name}: not served here: {why}.", param=name)
+    if body.store:
+        raise UnsupportedParameter("store: nothing is stored here.", param="store")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise UnsupportedParameter("modalities: the models here write text.", param="modalities")
+    if body.service_tier not in (None, "auto", "default"):
+        raise UnsupportedParameter("service_tier: only auto and default.", param="service_tier")
+    if body.parallel_tool_calls is False and body.tools is None:
+        raise InvalidRequest("parallel_tool_calls: needs tools.", param="parallel_tool_calls")
+
+
+def _choices(body: Generation, max_n: int) -> int:
+    n = body.n or 1
+    if n > max_n:
+        raise InvalidRequest(f"n: {n} is more than {max_n}.", param="n")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true.", param="stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise UnsupportedParameter(
+            "stream_options.include_obfuscation: not served here.", param="stream_options.include_obfuscation"
+        )
+    return n
+
+
+def _chat_max_tokens(body: ChatRequest) -> int | None:
+    given = {v for v in (body.max_tokens, body.max_completion_tokens) if v is not None}
+    if len(given) > 1:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
+    value = given.pop() if given else None
+    if value == 0:
+        param = "max_tokens" if body.max_tokens == 0 else "max_completion_tokens"
+        raise InvalidRequest(f"{param}: must be at least 1.", param=param)
+    return value
+
+
+# The fields of `Generation` that go into `Params` under the same name when they are given.
+_SAME: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+)
+
+
+def _params(body: Generation, max_tokens: int | None, grammar: Grammar | None) -> Params:
+    params = Params(max_tokens=max_tokens, grammar=grammar)
+    for name in _SAME:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(params, name, value)
+    if body.stop:
+        params.stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.logit_bias:
+        params.logit_bias = _bias(body.logit_bias)
+    params.include_stop = bool(body.include_stop_str_in_output)
+    return params
+
+
+def _bias(given: Mapping[str, float]) -> list[tuple[int, float]]:
+    found = []
+    for text, value in given.items():
+        if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+            raise InvalidRequest(f"logit_bias: {text!r} is not a token id.", param="logit_bias")
+        found.append((int(text), value))
+    return found
+
+
+class _Guided(Protocol):
+    @property
+    def guided_json(self) -> Any: ...
+    @property
+    def guided_regex(self) -> str | None: ...
+    @property
+    def guided_choice(self) -> list[str] | None: ...
+    @property
+    def guided_grammar(self) -> str | None: ...
+
+
+def _grammar(body: _Guided, wanted: ResponseFormat | None) -> Grammar | None:
+    given: dict[str, Grammar] = {}
+    if isinstance(wanted, JsonObjectFormat):
+        given["response_format"] = Grammar("json_object")
+    elif isinstance(wanted, JsonSchemaFormat):
+        given["response_format"] = json_schema(wanted.json_schema.schema or {}, "response_format")
+    if body.guided_json is not None:
+        given["guided_json"] = _guided_json(body.guided_json)
+    if body.guided_regex is not None:
+        given["guided_regex"] = Grammar("regex", body.guided_regex)
+    if body.guided_choice is not None:
+        given["guided_choice"] = Grammar("lark", _one_of(body.guided_choice))
+    if body.guided_grammar is not None:
+        given["guided_grammar"] = Grammar("lark", body.guided_grammar)
+    if len(given) > 1:
+        second = list(given)[1]
+        raise InvalidRequest(f"{second}: only one format can be asked for.", param=second)
+    return next(iter(given.values()), None)
+
+
+def json_schema(schema: Any, param: str) -> Grammar:
+    """A grammar from a JSON schema.
+
+    Raises:
+        InvalidRequest: it is nested more deeply than `MAX_JSON_DEPTH`.
+    """
+    if _deeper_than(schema, MAX_JSON_DEPTH):
+        raise InvalidRequest(f"{param}: nested more than {MAX_JSON_DEPTH} deep.", param=param)
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+
+
+def _guided_json(given: Any) -> Grammar:
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as problem:
+            raise InvalidRequest(f"guided_json: {problem}.", param="guided_json") from None
+    if not isinstance(given, dict):
+        raise InvalidRequest("guided_json: a JSON schema is an object.", param="guided_json")
+    return json_schema(given, "guided_json")
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    if depth < 0:
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_deeper_than(part, depth - 1) for part in inner)
+
+
+def _check_params(params: Params, model: ModelInfo, max_name: str) -> None:
+    limit = params.max_tokens
+    if limit is not None and limit >= model.context:
+        raise ContextTooLong(
+            f"{max_name}: the model's context is {model.context} tokens, prompt and output together; "
+            f"{limit} were asked for beside the prompt.",
+            param=max_name,
+        )
+    if params.min_tokens > (model.context if limit is None else limit):
+        raise InvalidRequest("min_tokens: more than max_tokens.", param="min_tokens")
+    tokens_in_vocabulary([token for token, _ in params.logit_bias], model, "logit_bias")
+    tokens_in_vocabulary(params.stop_token_ids, model, "stop_token_ids")
+
+
+def _check_prompt(request: Request, model: ModelInfo) -> int:
+    """Refuse what can't fit; the prompt's (estimated) length in tokens."""
+    if request.token_ids is None:
+        size = len(request.prompt or "")
+        _check_text(size, model, "prompt")
+        return size // 4
+    tokens_in_vocabulary(request.token_ids, model, "prompt")
+    size, wanted = len(request.token_ids), request.params.max_tokens or 0
+    if size + wanted > model.context:
+        raise ContextTooLong(
+            f"prompt: the model's context is {model.context} tokens; the prompt has {size} and "
+            f"{wanted} were asked for.",
+            param="prompt",
+        )
+    return size
+
+
+def _check_text(chars: int, model: ModelInfo, param: str) -> None:
+    if chars > model.context * MAX_BYTES_PER_TOKEN:
+        raise ContextTooLong(
+            f"{param}: {chars} characters can't fit into the model's context of {model.context} tokens.",
+            param=param,
+        )
+
+
+def _seeded(requests: Sequence[Request], n: int, seed: int | None) -> list[Request]:
+    """Each request n times, every one with its own seed, all derived from the first."""
+    first = random.getrandbits(63) if seed is None else seed
+    if n == 1 and len(requests) == 1:
+        requests[0].params.seed = first
+        return list(requests)
+    made = []
+    for number in range(len(requests) * n):
+        request = requests[number // n]
+        wrapped = (first + (number % n) * _SEED_STEP + 2**63) % 2**64 - 2**63
+        params = msgspec.structs.replace(request.params, seed=wrapped)
+        made.append(msgspec.structs.replace(request, params=params))
+    return made
+
+
+def _cost(prompt_tokens: int, params: Params) -> int:
+    return 1 + prompt_tokens + (256 if params.max_tokens is None else params.max_tokens)
+
+
+def _message(given: InputMessage, where: str) -> ChatMessage:
+    content: str | list[TextPart] | None
+    if isinstance(given.content, list):
+        content = [TextPart(p.text if isinstance(p, TextContent) else p.refusal) for p in given.content]
+    else:
+        content = given.content if given.content is not None else given.refusal
+    if content is None and not given.tool_calls:
+        raise InvalidRequest(f"{where}.content: missing.", param=f"{where}.content")
+    if given.tool_calls is not None and given.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls: only an assistant calls.", param=f"{where}.tool_calls")
+    role = "system" if given.role == "developer" else given.role
+    calls = tools.sent_back(given.tool_calls, where) if given.tool_calls else None
+    return ChatMessage(role, content, given.name, calls, given.tool_call_id)
