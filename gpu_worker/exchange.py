@@ -60,9 +60,17 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """The engine thread is at its end; what it had in hand must go back to the broker."""
+    """The last word of the engine thread; the process is to exit non-zero.
+
+    What was not in the fatal step has been handed back before. The suspects have not: they end with the
+    process, so that the broker counts the attempt against them and a poison pill meets its limit.
+    """
 
     reason: str
+    suspects: tuple[str, ...] = ()  # ids that were in the step that failed
+
+
+Output = StepOutput | EngineDied
 
 
 @dataclass(slots=True)
