@@ -39,12 +39,16 @@ def allocate(
 ) -> list[tuple[Tensor, Tensor]]:
     """Key and value pages of each layer: [pages + 1, page_tokens, kv_heads, dim].
 
-    The page after the last belongs to nobody: padded tokens of a captured step write there. Zeroed on
+    On the CPU a head's part of a page lies in one piece, which is what one task of the kernel reads; on
+    devices a token's heads lie together, as torch's attention wants them. The page after the last belongs to nobody: padded tokens of a captured step write there. Zeroed on
     devices, so that no row ever multiplies by what an earlier process left; the host's memory comes as
     zeros and is only taken as it is touched.
     """
 
     def pages_of(layer: LayerPlan, dim: int) -> Tensor:
+        if device.type == "cpu":
+            by_head = torch.zeros(pages + 1, layer.kv_heads, page_tokens, dim, dtype=dtype)
+            return by_head.transpose(1, 2)
         return torch.zeros(pages + 1, page_tokens, layer.kv_heads, dim, dtype=dtype, device=device)
 
     return [(pages_of(layer, layer.key_dim), pages_of(layer, layer.value_dim)) for layer in layers]

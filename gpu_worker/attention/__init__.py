@@ -80,7 +80,8 @@ def paged_attention(
 def write(cache: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
     """Put each token's key and value [tokens, kv_heads, dim] where its slot says."""
     for pages, new in zip(cache, (key, value), strict=True):
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
+        page_tokens = pages.shape[1]
+        pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
 
 
 def plug_in(model: nn.Module, implementation: str = NAME) -> None:

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -38,11 +39,14 @@ inline float exponential(float x) {
   sum = sum * rest + 0.5f;
   sum = sum * rest + 1.0f;
   sum = sum * rest + 1.0f;
-  union { int32_t bits; float number; } power{(static_cast<int32_t>(whole) + 127) << 23};
-  return sum * power.number;
+  return sum * std::bit_cast<float>((static_cast<int32_t>(whole) + 127) << 23);
 }
 
-// A row of the step: tokens [start, start + tokens) with `context` tokens in the cache, its own included.
+// Where things lie in a cache [pages, page_tokens, kv_heads, dim], in elements.
+struct Strides {
+  int64_t page, token, head;
+};
+
 struct Task {
   int64_t row, kv_head, first, tokens;  // tokens first … first + tokens of the row
 };
@@ -52,6 +56,7 @@ struct Attention {
   const Scalar *query, *key, *value;
   Scalar *key_cache, *value_cache, *out;
   int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides
+  Strides keys_at, values_at;
   int64_t heads, kv_heads, key_dim, value_dim, page_tokens, table_width;
   const int64_t* slots;
   const int32_t *query_start, *context, *table;
@@ -62,17 +67,15 @@ struct Attention {
   int64_t group() const { return heads / kv_heads; }
 
   void write(int64_t token) const {
+    const int64_t page = slots[token] / page_tokens, offset = slots[token] % page_tokens;
+    Scalar* keys = key_cache + page * keys_at.page + offset * keys_at.token;
+    Scalar* values = value_cache + page * values_at.page + offset * values_at.token;
     for (int64_t head = 0; head < kv_heads; ++head) {
-      std::memcpy(key_cache + (slots[token] * kv_heads + head) * key_dim,
-                  key + token * key_token + head * key_head, key_dim * sizeof(Scalar));
-      std::memcpy(value_cache + (slots[token] * kv_heads + head) * value_dim,
-                  value + token * value_token + head * value_head, value_dim * sizeof(Scalar));
+      std::memcpy(keys + head * keys_at.head, key + token * key_token + head * key_head,
+                  key_dim * sizeof(Scalar));
+      std::memcpy(values + head * values_at.head, value + token * value_token + head * value_head,
+                  value_dim * sizeof(Scalar));
     }
-  }
-
-  const Scalar* cached(const Scalar* cache, int64_t dim, int64_t row, int64_t position, int64_t head) const {
-    const int64_t page = table[row * table_width + position / page_tokens];
-    return cache + ((page * page_tokens + position % page_tokens) * kv_heads + head) * dim;
   }
 
   struct Scratch {  // of one thread; R query rows = tokens × heads of a group
@@ -81,27 +84,65 @@ struct Attention {
     std::vector<float> mixed;    // [R, value_dim]
     std::vector<float> most, total;  // [R]
     std::vector<const Scalar*> keys, values;  // [kKeys]
-    std::vector<float> wide;     // [kKeys, value_dim]
+    std::vector<float> wide;     // [value_dim]
   };
 
-  void run(const Task& task, Scratch& own) const {
+  // Where the keys and values of positions [at, at + count) lie, page by page.
+  void locate(Scratch& own, const Task& task, int64_t at, int64_t count) const {
+    const int32_t* page = table + task.row * table_width + at / page_tokens;
+    int64_t offset = at % page_tokens;
+    for (int64_t k = 0; k < count; ++page, offset = 0) {
+      const Scalar* keys = key_cache + *page * keys_at.page + task.kv_head * keys_at.head;
+      const Scalar* values = value_cache + *page * values_at.page + task.kv_head * values_at.head;
+      for (; offset < page_tokens && k < count; ++offset, ++k) {
+        own.keys[k] = keys + offset * keys_at.token;
+        own.values[k] = values + offset * values_at.token;
+        // The values are wanted after the scores: fetch them meanwhile.
+        for (int64_t d = 0; d < value_dim; d += 64 / sizeof(Scalar)) __builtin_prefetch(own.values[k] + d);
+      }
+    }
+  }
+
+  // The cache positions that a task reads: [from, end).
+  struct Span {
+    int64_t from, end;
+  };
+
+  Span span(const Task& task) const {
+    const int64_t length = query_start[task.row + 1] - query_start[task.row];
+    const int64_t position = context[task.row] - length + task.first;  // of the task's first token
+    return {window ? std::max<int64_t>(0, position - window + 1) : 0, position + task.tokens};
+  }
+
+  // Ask for the keys of [at, end), one round of them at most, while something else is computed.
+  void fetch_keys(const Task& task, int64_t at, int64_t end) const {
+    end = std::min(end, at + kKeys);
+    for (; at < end; ++at) {
+      const int64_t page = table[task.row * table_width + at / page_tokens];
+      const Scalar* keys =
+          key_cache + page * keys_at.page + at % page_tokens * keys_at.token + task.kv_head * keys_at.head;
+      for (int64_t d = 0; d < key_dim; d += 64 / sizeof(Scalar)) __builtin_prefetch(keys + d);
+    }
+  }
+
+  void run(const Task& task, const Task* next, Scratch& own) const {
     const int64_t rows = task.tokens * group();
     begin(task, own, rows);
-    const int64_t start = query_start[task.row], length = query_start[task.row + 1] - start;
-    const int64_t position = context[task.row] - length + task.first;  // of the task's first token
-    const int64_t end = position + task.tokens;
-    const int64_t from = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    const auto [from, end] = span(task);
+    const int64_t position = end - task.tokens;
     for (int64_t at = from; at < end; at += kKeys) {
       const int64_t count = std::min(kKeys, end - at);
-      for (int64_t k = 0; k < count; ++k) {
-        own.keys[k] = cached(key_cache, key_dim, task.row, at + k, task.kv_head);
-        own.values[k] = cached(value_cache, value_dim, task.row, at + k, task.kv_head);
-      }
+      locate(own, task, at, count);
       score(own, rows, count);
+      if (at + kKeys < end) {
+        fetch_keys(task, at + kKeys, end);
+      } else if (next) {
+        fetch_keys(*next, span(*next).from, span(*next).end);
+      }
       for (int64_t r = 0; r < rows; ++r) soften(own, r, position + r / group() - at, count);
       mix(own, rows, count);
     }
-    finish(task, own, rows, start + task.first);
+    finish(task, own, rows, query_start[task.row] + task.first);
   }
 
   void begin(const Task& task, Scratch& own, int64_t rows) const {
@@ -112,7 +153,7 @@ struct Attention {
     own.total.assign(rows, 0.0f);
     own.keys.resize(kKeys);
     own.values.resize(kKeys);
-    own.wide.resize(kKeys * value_dim);
+    own.wide.resize(value_dim);
     const int64_t start = query_start[task.row] + task.first;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t head = task.kv_head * group() + r % group();
@@ -190,45 +231,65 @@ struct Attention {
   }
 
   void mix(Scratch& own, int64_t rows, int64_t count) const {
+#ifdef LOADONCE_BF16_DOT
+    if constexpr (std::is_same_v<Scalar, bf16_bits>) {
+      if (value_dim % 16 == 0) {
+        for (int64_t first = 0; first < rows; first += 4) {
+          switch (std::min<int64_t>(4, rows - first)) {
+            case 1: mix_rows<1>(own, first, count); break;
+            case 2: mix_rows<2>(own, first, count); break;
+            case 3: mix_rows<3>(own, first, count); break;
+            default: mix_rows<4>(own, first, count);
+          }
+        }
+        return;
+      }
+    }
+#endif
     for (int64_t k = 0; k < count; ++k) {
       const Scalar* one = own.values[k];
-      float* wide = own.wide.data() + k * value_dim;
 #pragma omp simd
-      for (int64_t d = 0; d < value_dim; ++d) wide[d] = to_float(one[d]);
-    }
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) mix_rows<4>(own, r, count);
-    for (; r < rows; ++r) mix_rows<1>(own, r, count);
-  }
-
-  template <int ROWS>
-  void mix_rows(Scratch& own, int64_t first, int64_t count) const {
-    constexpr int64_t kWidth = 32;  // value elements held in registers at a time
-    const float* weights = own.scores.data() + first * kKeys;
-    float* mixed = own.mixed.data() + first * value_dim;
-    for (int64_t from = 0; from < value_dim; from += kWidth) {
-      const int64_t width = std::min(kWidth, value_dim - from);
-      const float* wide = own.wide.data() + from;
-      if (width == kWidth) {
-        float sum[ROWS][kWidth];
-        for (int r = 0; r < ROWS; ++r)
-          for (int64_t d = 0; d < kWidth; ++d) sum[r][d] = mixed[r * value_dim + from + d];
-        for (int64_t k = 0; k < count; ++k)
-          for (int r = 0; r < ROWS; ++r) {
-            const float weight = weights[r * kKeys + k];
+      for (int64_t d = 0; d < value_dim; ++d) own.wide[d] = to_float(one[d]);
+      for (int64_t r = 0; r < rows; ++r) {
+        const float weight = own.scores[r * kKeys + k];
+        float* mixed = own.mixed.data() + r * value_dim;
 #pragma omp simd
-            for (int64_t d = 0; d < kWidth; ++d) sum[r][d] += weight * wide[k * value_dim + d];
-          }
-        for (int r = 0; r < ROWS; ++r)
-          for (int64_t d = 0; d < kWidth; ++d) mixed[r * value_dim + from + d] = sum[r][d];
-      } else {
-        for (int64_t k = 0; k < count; ++k)
-          for (int r = 0; r < ROWS; ++r)
-            for (int64_t d = 0; d < width; ++d)
-              mixed[r * value_dim + from + d] += weights[r * kKeys + k] * wide[k * value_dim + d];
+        for (int64_t d = 0; d < value_dim; ++d) mixed[d] += weight * own.wide[d];
       }
     }
   }
+
+#ifdef LOADONCE_BF16_DOT
+  // ROWS query rows, 64 value elements at a time held in registers over all keys.
+  template <int ROWS>
+  void mix_rows(Scratch& own, int64_t first, int64_t count) const {
+    int64_t from = 0;
+    for (; from + 64 <= value_dim; from += 64) mix_block<ROWS, 4>(own, first, count, from);
+    for (; from < value_dim; from += 16) mix_block<ROWS, 1>(own, first, count, from);
+  }
+
+  template <int ROWS, int VECTORS>
+  void mix_block(Scratch& own, int64_t first, int64_t count, int64_t from) const {
+    const float* weights = own.scores.data() + first * kKeys;
+    float* mixed = own.mixed.data() + first * value_dim + from;
+    __m512 sum[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < VECTORS; ++v) sum[r][v] = _mm512_loadu_ps(mixed + r * value_dim + 16 * v);
+    for (int64_t k = 0; k < count; ++k) {
+      __m512 wide[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) {
+        const __m256i* at = reinterpret_cast<const __m256i*>(own.values[k] + from + 16 * v);
+        wide[v] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
+      }
+      for (int r = 0; r < ROWS; ++r) {
+        const __m512 weight = _mm512_set1_ps(weights[r * kKeys + k]);
+        for (int v = 0; v < VECTORS; ++v) sum[r][v] = _mm512_fmadd_ps(weight, wide[v], sum[r][v]);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(mixed + r * value_dim + 16 * v, sum[r][v]);
+  }
+#endif
 
   void finish(const Task& task, Scratch& own, int64_t rows, int64_t token) const {
     for (int64_t r = 0; r < rows; ++r) {
@@ -260,10 +321,13 @@ void run(Attention<Scalar>& job, int64_t tokens, int64_t rows) {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < tokens; ++token) job.write(token);
     // The loop above ends in a barrier: every key is there before the first is read.
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t task = 0; task < count; ++task) job.run(tasks[task], own);
+#pragma omp for schedule(dynamic, 8)
+    for (int64_t task = 0; task < count; ++task)
+      job.run(tasks[task], task + 1 < count ? &tasks[task + 1] : nullptr, own);
   }
 }
+
+Strides strides(const at::Tensor& cache) { return {cache.stride(0), cache.stride(1), cache.stride(2)}; }
 
 template <typename Scalar>
 void attend_as(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -275,6 +339,7 @@ void attend_as(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
       static_cast<const Scalar*>(value.data_ptr()), static_cast<Scalar*>(key_cache.data_ptr()),
       static_cast<Scalar*>(value_cache.data_ptr()), static_cast<Scalar*>(out.data_ptr()),
       query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+      strides(key_cache), strides(value_cache),
       query.size(1), key.size(1), key.size(2), value.size(2), key_cache.size(1), table.size(1),
       slots.data_ptr<int64_t>(), query_start.data_ptr<int32_t>(), context.data_ptr<int32_t>(),
       table.data_ptr<int32_t>(), sinks, static_cast<float>(scaling), static_cast<float>(softcap), window};
@@ -290,8 +355,8 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   const auto type = query.scalar_type();
   TORCH_CHECK(key_cache.scalar_type() == type && key.scalar_type() == type && value.scalar_type() == type,
               "attend: query, key, value and cache must be of one type");
-  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous() && table.is_contiguous(),
-              "attend: cache and page table must be contiguous");
+  TORCH_CHECK(key_cache.stride(3) == 1 && value_cache.stride(3) == 1 && table.is_contiguous(),
+              "attend: the page table, and each head in the cache, must be contiguous");
   TORCH_CHECK(query_start.size(0) == context.size(0) + 1 && slots.size(0) == query.size(0),
               "attend: as many slots as tokens, and one more start than rows");
   at::Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());

@@ -2,6 +2,7 @@
 // Both operands lie row by row as torch stores them, so nothing is packed and nothing kept twice.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -13,14 +14,12 @@ namespace loadonce {
 using bf16_bits = uint16_t;
 
 inline float widen(bf16_bits value) {
-  union { uint32_t bits; float number; } both{static_cast<uint32_t>(value) << 16};
-  return both.number;
+  return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
 }
 
 inline bf16_bits narrow(float value) {  // round to nearest even; NaN stays NaN
-  union { float number; uint32_t bits; } both{value};
-  if (value != value) return 0x7FC0;
-  return static_cast<bf16_bits>((both.bits + 0x7FFF + ((both.bits >> 16) & 1)) >> 16);
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return value != value ? 0x7FC0 : static_cast<bf16_bits>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
 #ifdef LOADONCE_BF16_DOT
