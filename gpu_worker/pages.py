@@ -96,7 +96,7 @@ class Pages:
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
-        """Disown a sequence's pages. The last ones will be evicted first: beginnings are shared more often."""
+        """Disown a sequence's pages. The last ones will be evicted first: beginnings are shared more."""
         for page in reversed(pages):
             self._owners[page] -= 1
             assert self._owners[page] >= 0, f"page {page} was released more often than owned"
