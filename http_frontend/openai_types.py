@@ -1,7 +1,7 @@
 """OpenAI's requests and responses, and ours beside them, as structs. Knows nothing of HTTP or the broker.
 
 Every documented field is here: served, or listed in `CHAT_NOT_SERVED` and refused by name. A field that
-is null counts as absent. `openapi.py` makes `/openapi.json` of these structs, so descriptions stand on the fields.
+is null counts as absent. `openapi.py` makes `/openapi.json` of these, so descriptions stand on the fields.
 """
 
 from __future__ import annotations

@@ -145,6 +145,8 @@ class CallArguments(msgspec.Struct, frozen=True):
 Delta = Content | CallStart | CallArguments
 
 _MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+_BETWEEN: Final = "; \t\r\n"  # what may stand between two calls
+MAX_NAME_CHARS: Final = 128  # no name is longer, markers around it included
 _Mode = Literal["auto", "list", "named"]
 
 
@@ -225,7 +227,7 @@ class ToolText:
         """In text: look for a marker, or a bare object or list where an answer or a call may begin."""
         held = self._held
         if self._fresh:
-            bare = held.lstrip()
+            bare = held.lstrip(_BETWEEN if self.calls else None)
             if not bare:
                 return False
             if bare[0] == "{" or (bare[0] == "[" and not _could_be(bare, "[TOOL_CALLS]")):
@@ -250,17 +252,21 @@ class ToolText:
             return True
         if not rest:
             return False
-        self._eat(len(self._held) - len(rest))
         if rest[0] in "{[":
+            self._eat(len(self._held) - len(rest))
             return self._open(listed=rest[0] == "[")
         if marker == "[TOOL_CALLS]":
             return self._enter_mistral_name()
+        self._eat(len(marker))
         return self._give_up()
 
     def _enter_function(self) -> bool:
         end = self._held.find(">")
         if end < 0:
-            return False
+            if len(self._held) <= MAX_NAME_CHARS:
+                return False
+            self._eat(len("<function="))
+            return self._give_up()
         name = self._held[len("<function=") : end]
         self._eat(end + 1)
         return self._open_arguments(name, closing="</function>")
@@ -268,8 +274,11 @@ class ToolText:
     def _enter_mistral_name(self) -> bool:
         brace = self._held.find("{")
         if brace < 0:
-            return len(self._held) > 128 and self._give_up()
-        name = self._held[:brace].removesuffix("[ARGS]").strip()
+            if len(self._held) <= MAX_NAME_CHARS:
+                return False
+            self._eat(len("[TOOL_CALLS]"))
+            return self._give_up()
+        name = self._held[len("[TOOL_CALLS]") : brace].removesuffix("[ARGS]").strip()
         self._eat(brace)
         return self._open_arguments(name)
 
@@ -321,8 +330,6 @@ class ToolText:
             if not scanner.begun:
                 return self._give_up()
             self._scanner, self._taken, self._fresh = None, "", True
-            if not self._listed:
-                self._held = self._held.lstrip("; \n") if self._held else self._held
             return True
         return False
 
@@ -346,7 +353,7 @@ class ToolText:
 
     def _say(self, text: str, *, drop_blank: bool = False) -> None:
         if self.calls and (self._fresh or drop_blank):
-            text = text.lstrip() if text.strip() else ""
+            text = text.lstrip(_BETWEEN)
         elif drop_blank and not text.strip():
             text = ""
         if text:

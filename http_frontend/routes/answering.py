@@ -60,10 +60,10 @@ async def _stream(
     frontend.metrics.streams += 1
     try:
         await job.stream(events, formatter)
-    finally:
+    finally:  # cutting a slow reader's connection cancels this handler too
         frontend.metrics.streams -= 1
-    if job.problem is not None:
-        _note(frontend, request, job.problem)
+        if job.problem is not None:
+            _note(frontend, request, job.problem)
     return events
 
 

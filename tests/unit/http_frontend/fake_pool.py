@@ -29,10 +29,12 @@ class Submitted(msgspec.Struct):
     submit: Submit
     request: Request
     listener: Any
+    said: int = 0
 
     def say(self, text: str, **fields: Any) -> None:
         """A chunk of one token."""
-        self.listener.on_chunk(Chunk(token_ids=[1], text=text, **fields))
+        self.listener.on_chunk(Chunk(start=self.said, token_ids=[1], text=text, **fields))
+        self.said += 1
 
     def end(self, reason: Any = "stop", tokens: int = 1) -> None:
         """The end."""
@@ -49,6 +51,8 @@ class FakePool:
     def __init__(self, script: Callable[[Submitted], None] | None = None) -> None:
         self.submitted: list[Submitted] = []
         self.cancelled: list[str] = []
+        self.log = io.StringIO()
+        self.access = io.StringIO()
         self.script = script if script is not None else echo
 
     def submit(self, submit: Submit, request: Request, listener: Listener) -> None:
@@ -73,7 +77,7 @@ def echo(got: Submitted) -> None:
 def make_frontend(pool: FakePool, keys: Keys | None = None, **settings: Any) -> Frontend:
     """A frontend on that pool, with two models."""
     chosen = FrontendSettings(**settings)
-    log = Log("frontend", stream=io.StringIO())
+    log = Log("frontend", stream=pool.log)
 
     async def ask() -> list[ModelInfo]:
         return [MODEL, BASE]
@@ -86,7 +90,7 @@ def make_frontend(pool: FakePool, keys: Keys | None = None, **settings: Any) -> 
     frontend = Frontend(
         settings=chosen,
         log=log,
-        access=AccessLog("frontend", "info", io.StringIO()),
+        access=AccessLog("frontend", "info", pool.access),
         pool=pool,
         catalogue=catalogue,
         keys=keys,
