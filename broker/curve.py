@@ -1,0 +1,68 @@
+"""Who may connect over TCP: CURVE keys in a directory. Part of the public face.
+
+A directory holds ``broker.key`` (public), ``broker.key_secret`` (the broker's only), ``own.key_secret``
+(a peer's own) and ``allowed/`` with the public keys of peers (the broker's only), in the format of
+`zmq.auth.create_certificates`. Addresses that stay on this host (ipc, loopback) need none.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+import zmq.auth
+
+_LOCAL: Final = re.compile(r"^(ipc://|inproc://|tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\])[:])")
+
+
+class KeysMissing(ValueError):
+    """An address that others can reach was given without keys, or a key file isn't there."""
+
+
+def is_local(address: str) -> bool:
+    """Whether an address can't be reached from another host."""
+    return bool(_LOCAL.match(address))
+
+
+def serve(socket: zmq.Socket[Any], address: str, directory: str) -> None:
+    """Prepare a listening socket; before its bind.
+
+    Raises:
+        KeysMissing: the address isn't local and there are no keys.
+    """
+    if not directory:
+        _demand_local(address)
+        return
+    public, secret = _load(Path(directory) / "broker.key_secret")
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_server = True
+
+
+def connect(socket: zmq.Socket[Any], address: str, directory: str) -> None:
+    """Prepare a connecting socket; before its connect.
+
+    Raises:
+        KeysMissing: the address isn't local and there are no keys.
+    """
+    if not directory:
+        _demand_local(address)
+        return
+    socket.curve_publickey, socket.curve_secretkey = _load(Path(directory) / "own.key_secret")
+    socket.curve_serverkey, _ = _load(Path(directory) / "broker.key", secret=False)
+
+
+def _demand_local(address: str) -> None:
+    if not is_local(address):
+        raise KeysMissing(f"{address} can be reached from other hosts: it needs --curve-keys")
+
+
+def _load(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:
+    try:
+        public, private = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as problem:
+        raise KeysMissing(f"{path}: {problem}") from None
+    if secret and private is None:
+        raise KeysMissing(f"{path} holds no secret key")
+    return public, private or b""

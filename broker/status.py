@@ -1,0 +1,175 @@
+"""What the broker says of itself to an admin: structs, made from the scheduler, with no way back into it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from broker.scheduler import Scheduler
+
+
+class WorkerStatus(Struct):
+    """One worker."""
+
+    name: str
+    state: str  # ready, draining
+    device: str
+    host: str
+    pid: int
+    models: list[str]
+    slots: int
+    in_hand: int
+    outstanding_tokens: int  # estimated
+    kv_pages_used: int
+    kv_pages_total: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    silent_s: float  # since its last message
+    up_s: float  # since it registered
+
+
+class ModelStatus(Struct):
+    """One model and its queue."""
+
+    name: str
+    aliases: list[str]
+    workers: int  # registered
+    ready: int  # of them, taking work
+    waiting: int
+    waiting_bytes: int
+    oldest_s: float  # age of the oldest that waits
+    tenants: dict[str, int]  # waiting, by tenant
+    ended_per_s: float
+
+
+class RequestStatus(Struct):
+    """One request in flight."""
+
+    id: str
+    model: str
+    tenant: str
+    priority: int
+    state: str  # queued, running
+    worker: str
+    age_s: float
+    attempts: int
+    chunks: int
+    tokens: int  # in this attempt
+
+
+class Status(Struct):
+    """The whole."""
+
+    session: str
+    pid: int
+    up_s: float
+    in_flight: int
+    clients: int
+    workers: list[WorkerStatus]
+    models: list[ModelStatus]
+    requests: list[RequestStatus]  # the oldest `REQUESTS_SHOWN`
+    submitted: int
+    done: int
+    failed: dict[str, int]  # by error code
+    tokens: int
+    continuations: int
+    worker_deaths: int
+    stray: int
+    unroutable: int
+    malformed: int
+
+
+REQUESTS_SHOWN = 1000
+
+
+def status(scheduler: Scheduler, started: float, pid: int, now: float) -> Status:
+    """Describe the broker at a moment (monotonic seconds)."""
+    counted = scheduler.metrics
+    return Status(
+        session=scheduler.session,
+        pid=pid,
+        up_s=now - started,
+        in_flight=sum(len(client.jobs) for client in scheduler.clients.values()),
+        clients=len(scheduler.clients),
+        workers=_workers(scheduler, now),
+        models=_models(scheduler, now),
+        requests=_requests(scheduler, now),
+        submitted=counted.submitted,
+        done=counted.done,
+        failed=dict(counted.failed),
+        tokens=counted.tokens,
+        continuations=counted.continuations,
+        worker_deaths=counted.worker_deaths,
+        stray=counted.stray,
+        unroutable=counted.unroutable,
+        malformed=counted.malformed,
+    )
+
+
+def _workers(scheduler: Scheduler, now: float) -> list[WorkerStatus]:
+    return [
+        WorkerStatus(
+            name=worker.name,
+            state=worker.state.value,
+            device=worker.ready.device,
+            host=worker.ready.host,
+            pid=worker.ready.pid,
+            models=worker.models,
+            slots=worker.ready.slots,
+            in_hand=len(worker.jobs),
+            outstanding_tokens=worker.cost,
+            kv_pages_used=worker.beat.kv_pages_used,
+            kv_pages_total=worker.beat.kv_pages_total,
+            steps=worker.beat.steps,
+            prompt_tokens=worker.beat.prompt_tokens,
+            cached_tokens=worker.beat.cached_tokens,
+            generated_tokens=worker.beat.generated_tokens,
+            preemptions=worker.beat.preemptions,
+            silent_s=now - worker.heard,
+            up_s=now - worker.registered,
+        )
+        for worker in sorted(scheduler.workers.values(), key=lambda worker: worker.name)
+    ]
+
+
+def _models(scheduler: Scheduler, now: float) -> list[ModelStatus]:
+    found = []
+    for name in dict.fromkeys([*scheduler.models, *scheduler.queues]):
+        served, queue = scheduler.models.get(name), scheduler.queues.get(name)
+        jobs = queue.jobs() if queue else []
+        found.append(
+            ModelStatus(
+                name=name,
+                aliases=served.info.aliases if served else [],
+                workers=len(served.workers) if served else 0,
+                ready=scheduler.ready_workers(served) if served else 0,
+                waiting=len(jobs),
+                waiting_bytes=queue.bytes if queue else 0,
+                oldest_s=max((now - job.arrived for job in jobs), default=0.0),
+                tenants=queue.by_tenant() if queue else {},
+                ended_per_s=served.rate.per_second if served else 0.0,
+            )
+        )
+    return found
+
+
+def _requests(scheduler: Scheduler, now: float) -> list[RequestStatus]:
+    jobs = [job for client in scheduler.clients.values() for job in client.jobs.values()]
+    names = {identity: worker.name for identity, worker in scheduler.workers.items()}
+    return [
+        RequestStatus(
+            id=job.submit.id,
+            model=job.model,
+            tenant=job.submit.tenant,
+            priority=job.submit.priority,
+            state=job.state.value,
+            worker=names.get(job.worker, "") if job.state.value == "running" else "",
+            age_s=now - job.arrived,
+            attempts=job.dispatches,
+            chunks=len(job.chunks),
+            tokens=job.tokens,
+        )
+        for job in sorted(jobs, key=lambda job: job.number)[:REQUESTS_SHOWN]
+    ]
