@@ -33,12 +33,12 @@ class Frontend:
     keys: Keys | None
     hosts: Hosts
     origins: Origins
-    scrape: Callable[[], Awaitable[bytes]]
     clock: Callable[[], float] = time.monotonic
     metrics: Metrics = field(default_factory=Metrics)
     rates: Rates = field(default_factory=Rates)
     ids: RequestIds = field(default_factory=RequestIds)
     spans: Spans = field(default_factory=Spans)
+    scrape: Callable[[], Awaitable[bytes]] = field(init=False)  # set by who knows broker and siblings
     draining: bool = False
 
     async def body(self, request: Incoming) -> bytes:

@@ -136,6 +136,7 @@ class Job:
         """
         self._started = self._clock()
         self._left = len(requests)
+        self._streams = submit.stream
         several = len(requests) > 1
         for index, request in enumerate(requests):
             id = f"{submit.id}.{index}" if several else submit.id
@@ -237,7 +238,7 @@ class Job:
         metrics = self._metrics
         metrics.done(
             seconds=now,
-            first_s=part.first_s if self._formatter is not None else None,
+            first_s=(part.first_s or now) if self._streams else None,
             queued_s=done.queued_ms / 1000,
             tokens=usage.completion_tokens,
         )

@@ -100,6 +100,11 @@ class Spans:
         except ImportError:
             return
 
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there."""
+        return self._tracer is not None
+
     def start(self, route: str, method: str, parent: str) -> tuple[Any, str]:
         """Begin a span; returns it (None without the package) and the traceparent to hand on."""
         if self._tracer is None:

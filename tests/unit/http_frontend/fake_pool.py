@@ -96,6 +96,6 @@ def make_frontend(pool: FakePool, keys: Keys | None = None, **settings: Any) -> 
         keys=keys,
         hosts=Hosts(chosen.allowed_hosts, loopback=is_loopback(chosen.host)),
         origins=Origins(chosen.cors_origins),
-        scrape=scrape,
     )
+    frontend.scrape = scrape
     return frontend

@@ -1,0 +1,87 @@
+"""Which models there are, as the broker says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from broker.errors import LoadOnceError, ModelNotFound, Unavailable
+from broker.logs import Log
+from broker.protocol import ModelInfo
+from http_frontend import catalogue as module
+from http_frontend.catalogue import Catalogue
+
+
+class Clock:
+    """Time as the test says."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def nobody() -> list[ModelInfo]:
+    raise Unavailable("no broker")
+
+
+def make(clock: Clock) -> Catalogue:
+    return Catalogue(nobody, clock, Log("x", stream=io.StringIO()))
+
+
+def test_before_any_worker_has_come_a_request_may_try_again() -> None:
+    with pytest.raises(Unavailable) as refused:
+        make(Clock()).find("m")
+    assert refused.value.retry_after_ms
+
+
+def test_names_aliases_and_the_default() -> None:
+    models = make(Clock())
+    models.heard([ModelInfo("a", 1, 1, ["b"]), ModelInfo("b", 2, 2)])
+    assert models.find(None).name == models.find("").name == "a"
+    assert models.find("b").name == "b"  # a name wins over another model's alias
+    with pytest.raises(ModelNotFound) as refused:
+        models.find("c")
+    assert refused.value.param == "model"
+
+
+def test_ready_needs_a_worker_and_a_broker_that_speaks() -> None:
+    clock = Clock()
+    models = make(clock)
+    assert models.ready == []
+    models.heard([ModelInfo("a", 1, 1)])
+    assert models.ready == []
+    models.heard([ModelInfo("a", 1, 1, workers=2)])
+    assert models.ready == ["a"]
+    clock.now += 5.1
+    assert models.ready == []
+
+
+async def test_a_silent_broker_is_logged_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH_S", 0.001)
+    answers: list[list[ModelInfo] | LoadOnceError] = [
+        Unavailable("x"),
+        Unavailable("x"),
+        [ModelInfo("a", 1, 1)],
+    ]
+    heard = asyncio.Event()
+
+    async def ask() -> list[ModelInfo]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, LoadOnceError):
+            raise answer
+        heard.set()
+        return answer
+
+    log = io.StringIO()
+    models = Catalogue(ask, Clock(), Log("x", stream=log))
+    task = asyncio.ensure_future(models.run())
+    async with asyncio.timeout(5):
+        await heard.wait()
+        while "answers again" not in log.getvalue():
+            await asyncio.sleep(0.001)
+    task.cancel()
+    assert log.getvalue().count("doesn't answer") == 1
+    assert models.find("a").name == "a"
