@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
+import zmq.asyncio
 
 from broker import addresses, options
+from broker.client import AsyncClient
 from broker.curve import KeysMissing
 from broker.logs import Log
-from http_frontend.catalogue import Catalogue
+from http_frontend.broker_scrape import broker_text
+from http_frontend.catalogue import REFRESH_S, Catalogue
 from http_frontend.frontend import Frontend
 from http_frontend.keys import KeyFileError, Keys
 from http_frontend.limits import Hosts, Origins, is_loopback
 from http_frontend.metrics import Siblings, merge
-from http_frontend.pool import BrokerPool
 from http_frontend.server import Server, bind
 from http_frontend.settings import FrontendSettings
 from http_frontend.tracing import AccessLog
@@ -106,12 +108,12 @@ async def _serve(
 ) -> int:
     log = Log("frontend", level=settings.log_level)
     stop = _stop_signal()
-    pool = BrokerPool(broker_at, settings)
+    pool = AsyncClient(broker_at, curve_keys=settings.curve_keys)
+    context = zmq.asyncio.Context()
     frontend = _wire(settings, keys, pool, log)
     siblings = Siblings(addresses.run_dir(settings.run_dir).absolute(), frontend.metrics.text)
-    frontend.scrape = lambda: _scrape(frontend, pool, siblings)
+    frontend.scrape = lambda: _scrape(frontend, context, siblings)
     server = Server(frontend)
-    await pool.open()
     await siblings.open()
     await server.start(sock, tls)
     background = [_watched(stop, frontend.catalogue.run(), log)]
@@ -126,20 +128,21 @@ async def _serve(
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     await siblings.close()
-    await pool.close()
+    pool.close()
+    context.term()
     frontend.access.flush()
     log.info("stopped")
     return code
 
 
-def _wire(settings: FrontendSettings, keys: Keys | None, pool: BrokerPool, log: Log) -> Frontend:
+def _wire(settings: FrontendSettings, keys: Keys | None, pool: AsyncClient, log: Log) -> Frontend:
     loop = asyncio.get_running_loop()
     return Frontend(
         settings=settings,
         log=log,
         access=AccessLog("frontend", settings.log_level),
         pool=pool,
-        catalogue=Catalogue(pool.models, loop.time, log),
+        catalogue=Catalogue(lambda: pool.models(REFRESH_S), loop.time, log),
         keys=keys,
         hosts=Hosts(settings.allowed_hosts, loopback=is_loopback(settings.host)),
         origins=Origins(settings.cors_origins),
@@ -147,8 +150,14 @@ def _wire(settings: FrontendSettings, keys: Keys | None, pool: BrokerPool, log: 
     )
 
 
-async def _scrape(frontend: Frontend, pool: BrokerPool, siblings: Siblings) -> bytes:
-    broker, others = await asyncio.gather(pool.scrape(), siblings.ask())
+async def _scrape(frontend: Frontend, context: zmq.asyncio.Context, siblings: Siblings) -> bytes:
+    settings = frontend.settings
+    broker, others = await asyncio.gather(
+        broker_text(
+            context, addresses.address("admin", settings.admin, settings.run_dir), settings.curve_keys
+        ),
+        siblings.ask(),
+    )
     return merge([frontend.metrics.text().decode(), *others, broker])
 
 

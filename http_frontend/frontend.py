@@ -6,9 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from broker.calls import make_submit
 from broker.errors import Overloaded
 from broker.logs import Log
-from broker.protocol import ModelInfo, Submit
+from broker.protocol import ModelInfo
 from http_frontend.catalogue import Catalogue
 from http_frontend.incoming import Incoming
 from http_frontend.jobs import Job, Pool
@@ -54,25 +55,29 @@ class Frontend:
             HttpError: the key's rate is used up.
             LoadOnceError: the pool refuses at once.
         """
-        caller, deadline_s = request.caller, self.settings.deadline_s
+        caller = request.caller
         request.model = model.name
         request.extra += self.rates.take(caller, self.clock())
         if self.metrics.in_hand > self.settings.max_requests:
             raise Overloaded("This frontend has as many requests as it may.", retry_after_ms=1000)
+        asked = []
         for one in ask.requests:
             one.traceparent = request.traceparent
-        submit = Submit(
-            id=self.ids.for_pool(request.request_id),
-            model=model.name,
-            stream=stream,
-            tenant=caller.tenant,
-            priority=max(caller.priority, caller.priority if priority is None else priority),
-            deadline_ms=int(deadline_s * 1000),
-            cost=ask.cost,
-            prefix=ask.prefix,
-        )
-        job = Job(self.pool, self.clock, self.metrics.models[model.name], deadline_s)
-        job.start(submit, ask.requests)
+            submit = make_submit(
+                one,
+                id=self.ids.for_pool(request.request_id),
+                model=model.name,
+                stream=stream,
+                tenant=caller.tenant,
+                priority=max(caller.priority, caller.priority if priority is None else priority),
+            )
+            asked.append((submit, one))
+        job = Job(self.pool, self.clock, self.metrics.models[model.name])
+        try:
+            job.start(asked, self.settings.deadline_s)
+        except BaseException:
+            job.close()
+            raise
         return job
 
     def close(self, request: Incoming, job: Job) -> None:

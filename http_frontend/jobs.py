@@ -9,36 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
-from broker.errors import DeadlineExceeded, LoadOnceError
+from broker.calls import Listener
+from broker.errors import LoadOnceError
 from broker.protocol import Chunk, Done, Outcome, Request, Submit, merge
 from http_frontend.metrics import ModelMetrics
 from http_frontend.sse import EventStream, SlowReader
-
-DEADLINE_MARGIN_S: Final = 1.0
-
-
-class Listener(Protocol):
-    """Who hears about one submitted request: chunks in order, then one of the two ends."""
-
-    def on_chunk(self, chunk: Chunk) -> None:
-        """New output."""
-
-    def on_done(self, done: Done, outcome: Outcome) -> None:
-        """It ended well; all its chunks have come before."""
-
-    def on_failed(self, problem: LoadOnceError) -> None:
-        """It ended in an error."""
 
 
 class Pool(Protocol):
     """The part of the broker's client that a job needs."""
 
-    def submit(self, submit: Submit, request: Request, listener: Listener) -> None:
-        """Send a request; its listener hears the rest.
+    def submit(self, submit: Submit, request: Request, listener: Listener, timeout_s: float) -> None:
+        """Send a request; its listener hears the rest, at the latest a failure after `timeout_s`.
 
         Raises:
             LoadOnceError: it can't even be sent.
@@ -107,19 +93,15 @@ class Job:
         pool: takes the submits.
         clock: seconds, monotonic.
         metrics: of the model.
-        deadline_s: when to give up if the broker, which has the same deadline, hasn't by then.
     """
 
-    def __init__(
-        self, pool: Pool, clock: Callable[[], float], metrics: ModelMetrics, deadline_s: float
-    ) -> None:
+    def __init__(self, pool: Pool, clock: Callable[[], float], metrics: ModelMetrics) -> None:
         self._pool = pool
         self._clock = clock
         self._metrics = metrics
         self._parts: list[_Part] = []
         self._left = 0
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(deadline_s + DEADLINE_MARGIN_S, self._too_late)
         self._first = loop.create_future()  # something has come, or it has ended
         self._ended = loop.create_future()
         self._stream: EventStream | None = None
@@ -128,21 +110,19 @@ class Job:
         self.tokens = 0  # used by the whole request, once it has ended
         self.worker = ""
 
-    def start(self, submit: Submit, requests: Sequence[Request]) -> None:
-        """Submit all; `submit` is the pattern, ids are its id with a number.
+    def start(self, asked: Sequence[tuple[Submit, Request]], timeout_s: float) -> None:
+        """Submit all.
 
         Raises:
             LoadOnceError: the pool refuses at once.
         """
         self._started = self._clock()
-        self._left = len(requests)
-        self._streams = submit.stream
-        several = len(requests) > 1
-        for index, request in enumerate(requests):
-            id = f"{submit.id}.{index}" if several else submit.id
-            part = _Part(self, index, id)
+        self._left = len(asked)
+        self._streams = asked[0][0].stream
+        for index, (submit, request) in enumerate(asked):
+            part = _Part(self, index, submit.id)
             self._parts.append(part)
-            self._pool.submit(msgspec.structs.replace(submit, id=id) if several else submit, request, part)
+            self._pool.submit(submit, request, part, timeout_s)
 
     async def results(self) -> list[Result]:
         """Wait for all, whole.
@@ -179,7 +159,6 @@ class Job:
 
     def close(self) -> None:
         """Cancel what still runs."""
-        self._timer.cancel()
         if self._stream is not None:
             self._stream.drop()
         for part in self._parts:
@@ -229,9 +208,6 @@ class Job:
         if self._stream is not None and not isinstance(problem, SlowReader):
             self._stream.fail(problem)
         self._wake()
-
-    def _too_late(self) -> None:
-        self.fail(DeadlineExceeded("The request's deadline has passed."))
 
     def _count(self, part: _Part, done: Done, outcome: Outcome) -> None:
         now, usage = self._clock() - self._started, outcome.usage

@@ -41,8 +41,6 @@ class Ask(msgspec.Struct):
 
     requests: list[Request]
     n: int
-    cost: int  # estimated tokens of one of them
-    prefix: list[int] = []  # chained hashes of the prompt's blocks, for the broker's choice of worker
 
 
 # ── the two OpenAI routes ────────────────────────────────────────────────────────────────────────
@@ -79,7 +77,7 @@ def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
         add_generation_prompt=body.add_generation_prompt is not False,
         params=params,
     )
-    return Ask(_seeded([request], n, body.seed), n, _cost(size // 4, params))
+    return Ask(_seeded([request], n, body.seed), n)
 
 
 def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
@@ -107,11 +105,10 @@ def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
     if len(found) * n > max_n:
         raise InvalidRequest(f"prompt: {len(found)} prompts × n {n} are more than {max_n}.", param="prompt")
     _check_params(params, model, "max_tokens")
-    size = 0
     for request in found:
         request.params = params
-        size = max(size, _check_prompt(request, model))
-    return Ask(_seeded(found, n, body.seed), n, _cost(size, params))
+        _check_prompt(request, model)
+    return Ask(_seeded(found, n, body.seed), n)
 
 
 # transformers' parameters that are accepted with the value that changes nothing.
@@ -175,8 +172,7 @@ def generation(body: GenerationRequest, model: ModelInfo, max_n: int) -> Ask:
     for request in found:
         request.params = params
         _check_prompt(request, model)
-    size = max(len(request.prompt or "") for request in found) // 4
-    return Ask(_seeded(found, n, given.seed), n, _cost(size, params))
+    return Ask(_seeded(found, n, given.seed), n)
 
 
 def _refuse_gen_params(given: GenParams) -> None:
@@ -394,12 +390,11 @@ def _check_params(params: Params, model: ModelInfo, max_name: str) -> None:
     tokens_in_vocabulary(params.stop_token_ids, model, "stop_token_ids")
 
 
-def _check_prompt(request: Request, model: ModelInfo) -> int:
-    """Refuse what can't fit; the prompt's (estimated) length in tokens."""
+def _check_prompt(request: Request, model: ModelInfo) -> None:
+    """Refuse what certainly can't fit."""
     if request.token_ids is None:
-        size = len(request.prompt or "")
-        _check_text(size, model, "prompt")
-        return size // 4
+        _check_text(len(request.prompt or ""), model, "prompt")
+        return
     tokens_in_vocabulary(request.token_ids, model, "prompt")
     size, wanted = len(request.token_ids), request.params.max_tokens or 0
     if size + wanted > model.context:
@@ -408,7 +403,6 @@ def _check_prompt(request: Request, model: ModelInfo) -> int:
             f"{wanted} were asked for.",
             param="prompt",
         )
-    return size
 
 
 def _check_text(chars: int, model: ModelInfo, param: str) -> None:
@@ -432,10 +426,6 @@ def _seeded(requests: Sequence[Request], n: int, seed: int | None) -> list[Reque
         params = msgspec.structs.replace(request.params, seed=wrapped)
         made.append(msgspec.structs.replace(request, params=params))
     return made
-
-
-def _cost(prompt_tokens: int, params: Params) -> int:
-    return 1 + prompt_tokens + (256 if params.max_tokens is None else params.max_tokens)
 
 
 def _message(given: InputMessage, where: str) -> ChatMessage:

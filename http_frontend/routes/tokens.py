@@ -59,7 +59,7 @@ async def detokenize(frontend: Frontend, request: Incoming) -> web.StreamRespons
 
 
 async def _ask(frontend: Frontend, request: Incoming, model: ModelInfo, wanted: Request) -> Chunk:
-    job = frontend.start(request, model, validate.Ask([wanted], 1, 1), stream=False)
+    job = frontend.start(request, model, validate.Ask([wanted], 1), stream=False)
     try:
         return (await job.results())[0].chunk
     finally:

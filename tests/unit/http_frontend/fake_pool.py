@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from broker.calls import Listener
 from broker.errors import LoadOnceError
 from broker.logs import Log
 from broker.protocol import Chunk, Done, ModelInfo, Outcome, Request, Submit, Usage
 from http_frontend.catalogue import Catalogue
 from http_frontend.frontend import Frontend
-from http_frontend.jobs import Listener
 from http_frontend.keys import Keys
 from http_frontend.limits import Hosts, Origins, is_loopback
 from http_frontend.settings import FrontendSettings
@@ -55,7 +55,7 @@ class FakePool:
         self.access = io.StringIO()
         self.script = script if script is not None else echo
 
-    def submit(self, submit: Submit, request: Request, listener: Listener) -> None:
+    def submit(self, submit: Submit, request: Request, listener: Listener, timeout_s: float) -> None:
         self.submitted.append(Submitted(submit, request, listener))
         self.script(self.submitted[-1])
 

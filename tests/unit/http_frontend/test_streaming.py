@@ -349,12 +349,6 @@ async def test_a_fault_in_our_own_code_is_logged_whole_and_told_neutrally(served
     assert "ZeroDivisionError: secret" in log
 
 
-async def test_a_deadline_that_the_broker_forgot_still_ends_the_request() -> None:
-    async with serving(FakePool(nothing), deadline_s=0.05) as served:
-        status, answer = await served.chat()
-        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-
-
 async def test_draining_says_so_finishes_and_closes(served: Served) -> None:
     pool = served.pool
     pool.script = nothing
