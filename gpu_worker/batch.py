@@ -41,7 +41,8 @@ class Batch:
     query_start: Tensor  # int32 [R + 1]
     context: Tensor  # int32 [R]: tokens of the row in the cache after this step
     page_table: Tensor  # int32 [R, pages]; unused entries are 0
-    wanted: Tensor  # int64 [S]: tokens whose logits are wanted, as indices into T
+    wanted: Tensor  # int64 [S]: tokens whose logits are wanted, as indices into T; never empty
+    wanted_count: int  # S, or 0 where `wanted` only stands in
     query_lens: list[int]
     context_lens: list[int]
 
@@ -103,7 +104,8 @@ def build(
         query_start=tensor(query_start),
         context=tensor(np.array(context_lens, np.int32)),
         page_table=tensor(table),
-        wanted=tensor(np.array(wanted, np.int64)),
+        wanted=tensor(np.array(wanted or [0], np.int64)),
+        wanted_count=len(wanted),
         query_lens=query_lens,
         context_lens=context_lens,
     )

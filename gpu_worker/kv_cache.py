@@ -39,10 +39,9 @@ def allocate(
 ) -> list[tuple[Tensor, Tensor]]:
     """Key and value pages of each layer: [pages + 1, page_tokens, kv_heads, dim].
 
-    On the CPU a head's part of a page lies in one piece, which is what one task of the kernel reads; on
-    devices a token's heads lie together, as torch's attention wants them. The page after the last belongs to nobody: padded tokens of a captured step write there. Zeroed on
-    devices, so that no row ever multiplies by what an earlier process left; the host's memory comes as
-    zeros and is only taken as it is touched.
+    The page after the last belongs to nobody: padded tokens of a captured step write there. On the CPU a
+    head's part of a page lies in one piece, which is what one task of the kernel reads, and memory is only
+    taken as it is touched; on devices a token's heads lie together, as torch's attention wants them.
     """
 
     def pages_of(layer: LayerPlan, dim: int) -> Tensor:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import statistics
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from broker.logs import Log
 
-from . import batch, kv_cache, native, support
+from . import batch, compiled, kv_cache, native, support
 from .attention import Attend, PagedInput, cpu, gathered, plug_in
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
@@ -31,6 +35,10 @@ class Runner:
 
     def __init__(self, loaded: Any, settings: WorkerSettings, log: Log) -> None:
         self._log = log
+        self._settings = settings
+        self._quantization: str = getattr(loaded, "quantization", "none")
+        self._vocab: int = loaded.vocab
+        self._compiled: compiled.CompiledStep | None = None
         self._model = loaded.model
         self._device: torch.device = loaded.device
         self._dtype: torch.dtype = loaded.dtype
@@ -84,11 +92,56 @@ class Runner:
 
     def warm_up(self) -> None:
         """Send one token through the model; nothing of it stays."""
-        scratch = _Scratch(self.pages_total)
-        self.forward([scratch])
+        self.forward([_Scratch(self.pages_total, [0])])
 
     def start_compile(self) -> None:
-        """Begin to compile in the background."""
+        """Use the compiled step: at once where it is on disk, else compiled in the background meanwhile."""
+        if not self._settings.compile or self._attend is not cpu.attend:
+            return
+        if self._quantization != "none":
+            self._log.info("not compiled", reason=f"{self._quantization} weights")
+            return
+        try:
+            job = self._job()
+            library = native.cache_directory(self._settings.cache_dir) / f"step-{job.key()}.so"
+            if library.exists():
+                self._open(library)
+                return
+        except compiled.CompileFailed as problem:
+            self._log.info("not compiled", reason=str(problem))
+            return
+        self._log.info("compiling", library=library.name)
+        thread = threading.Thread(target=self._compile, args=(job, library), name="compile", daemon=True)
+        thread.start()
+
+    def _job(self) -> compiled.Job:
+        return compiled.job_for(
+            self._model,
+            self._layers,
+            dtype=self._dtype,
+            page_tokens=self.page_tokens,
+            selects=self._selects,
+            kernels=native.cache_directory(self._settings.cache_dir),
+        )
+
+    def _compile(self, job: compiled.Job, library: Path) -> None:
+        began = time.monotonic()
+        try:
+            compiled.finish(compiled.start(job, library))
+            self._open(library, seconds=round(time.monotonic() - began, 1))
+        except (compiled.CompileFailed, OSError, RuntimeError) as problem:
+            self._log.warning("not compiled; serving eagerly", reason=str(problem))
+
+    @torch.inference_mode()
+    def _open(self, library: Path, **fields: object) -> None:
+        """Take the library into use, once it has said the same as the eager step."""
+        step = compiled.CompiledStep(library, self._model)
+        off = self._disagreement(step)
+        allowed = 0.1 if self._dtype.itemsize < 4 else 1e-3
+        if not off < allowed:
+            raise compiled.CompileFailed(f"the compiled step is off by {off:.2g} of the eager one")
+        self._compiled = step
+        self._log.info("compiled step in use", library=library.name, off=round(off, 5), **fields)
 
     def _choose_attention(self, settings: WorkerSettings) -> Attend:
         """The fastest back end that this device, type and machine have; the choice is logged."""
@@ -110,7 +163,28 @@ class Runner:
             rows, page_tokens=self.page_tokens, device=self._device, every_token=frozenset(every_token)
         )
 
+    def _disagreement(self, step: compiled.CompiledStep) -> float:
+        """How far the compiled step's logits are from the eager ones', relative, over a few random texts.
+
+        The median: in bfloat16 a text can be so odd that eager and exact logits have little in common.
+        """
+        draw = torch.Generator().manual_seed(0)
+        tokens = min(8, self.page_tokens)
+        off = []
+        for _ in range(5):
+            text = torch.randint(self._vocab, (tokens,), generator=draw).tolist()
+            trial = self._batch([_Scratch(self.pages_total, text)])
+            ours, theirs = self._run(trial, step), self._run(trial, None)
+            off.append(float((ours - theirs).norm() / theirs.norm()))
+        return statistics.median(off)
+
     def _logits(self, step: Batch) -> Tensor:
+        return self._run(step, self._compiled)[: step.wanted_count]
+
+    def _run(self, step: Batch, library: compiled.CompiledStep | None) -> Tensor:
+        if library is not None:
+            inputs = (step.token_ids, step.positions, step.slots, step.query_start, step.context)
+            return library((*inputs, step.page_table, step.wanted), self._caches)
         paged = PagedInput(
             slots=step.slots,
             query_start=step.query_start,
@@ -122,26 +196,19 @@ class Runner:
             layers=self._layers,
             attend=self._attend,
         )
-        keep = {"logits_to_keep": step.wanted} if self._selects else {}
-        output = self._model(
-            input_ids=step.token_ids.unsqueeze(0),
-            position_ids=step.positions.unsqueeze(0),
-            use_cache=False,
-            paged=paged,
-            **keep,
+        return compiled.forward(
+            self._model, step.token_ids, step.positions, step.wanted, paged, selects=self._selects
         )
-        logits = output.logits[0]
-        return (logits if self._selects else logits[step.wanted]).float()
 
 
 class _Scratch:
-    """One token on the page that belongs to nobody."""
+    """A row and its own sequence: some tokens on the page that belongs to nobody."""
 
-    tokens = 1
     computed = 0
 
-    def __init__(self, page: int) -> None:
-        self.token_ids = [0]
+    def __init__(self, page: int, token_ids: list[int]) -> None:
+        self.tokens = len(token_ids)
+        self.token_ids = token_ids
         self.pages = [page]
 
     @property
