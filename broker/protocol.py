@@ -76,6 +76,7 @@ class Ping(Message, tag="ping"):
     """The client lives. One that has pinged once must go on, each `BEAT_INTERVAL_S`, while it waits."""
 
     pending: Ids = []  # what it waits for
+    stamp: Count = 0  # comes back in the `Pong`
     version: int = VERSION
 
 
@@ -134,6 +135,7 @@ class Pong(Message, tag="pong"):
 
     session: Id
     unknown: Ids = []  # pending ids that the broker doesn't have: submit these again
+    stamp: Count = 0  # of the ping: what was submitted after that ping isn't unknown
     version: int = VERSION
 
 

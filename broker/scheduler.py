@@ -221,7 +221,8 @@ class Scheduler:
         if client is not None:
             client.pings = True
         unknown = [id for id in ping.pending if id not in mine]
-        self._tell(identity, p.Pong(session=self.session, unknown=unknown), [], delimited)
+        pong = p.Pong(session=self.session, unknown=unknown, stamp=ping.stamp)
+        self._tell(identity, pong, [], delimited)
 
     def _on_list_models(self, identity: bytes, message: p.ListModels, delimited: bool) -> None:
         if message.version != p.VERSION:

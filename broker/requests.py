@@ -1,0 +1,111 @@
+"""From keyword arguments to a request, and from its answer to a completion. Shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from broker import protocol as p
+from broker.errors import InvalidRequest, from_validation
+
+Turn = p.ChatMessage | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: what was generated, without the prompt.
+        token_ids: the tokens behind it.
+        finish_reason: ``stop`` or ``length``.
+        usage: tokens counted.
+        logprobs: one for each token, if they were asked for.
+        seed: the same request with this seed gives the same answer.
+        worker: who finished it.
+        attempts: workers that began it.
+        queued_ms: how long it waited in the broker.
+    """
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: p.Usage
+    logprobs: list[p.TokenLogprob] | None
+    stop_reason: str | int | None
+    seed: int | None
+    worker: str
+    attempts: int
+    queued_ms: int
+
+
+def generation(prompt: str | None, token_ids: Sequence[int] | None, params: Mapping[str, Any]) -> p.Request:
+    """A request to go on with a text or with tokens.
+
+    Raises:
+        InvalidRequest: neither or both were given, or a parameter is wrong; it names the field.
+    """
+    if (prompt is None) == (token_ids is None):
+        raise InvalidRequest("prompt: give exactly one of prompt and token_ids", param="prompt")
+    ids = None if token_ids is None else list(token_ids)
+    return p.Request(prompt=prompt, token_ids=ids, params=to_params(params))
+
+
+def conversation(
+    messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, params: Mapping[str, Any]
+) -> p.Request:
+    """A request for the next turn of a conversation.
+
+    Raises:
+        InvalidRequest: there are no messages, or one of them or a parameter is wrong.
+    """
+    if not messages:
+        raise InvalidRequest("messages: at least one is needed", param="messages")
+    try:
+        turns = msgspec.convert(
+            [m if isinstance(m, p.ChatMessage) else dict(m) for m in messages], list[p.ChatMessage]
+        )
+    except msgspec.ValidationError as problem:
+        wrong = from_validation(problem)
+        raise InvalidRequest(f"messages{wrong.message}", param=f"messages{wrong.param or ''}") from None
+    listed = None if tools is None else [dict(tool) for tool in tools]
+    return p.Request(messages=turns, tools=listed, params=to_params(params))
+
+
+def to_params(given: Mapping[str, Any]) -> p.Params:
+    """Parameters from keyword arguments; a `stop` may be one string, a `logit_bias` a map.
+
+    Raises:
+        InvalidRequest: a name or a value is wrong; it names the field.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    if isinstance(values.get("logit_bias"), Mapping):
+        values["logit_bias"] = [(int(token), bias) for token, bias in values["logit_bias"].items()]
+    try:
+        return msgspec.convert(values, p.Params)
+    except msgspec.ValidationError as problem:
+        raise from_validation(problem) from None
+
+
+def completion(chunks: Sequence[p.Chunk], done: p.Done, outcome: p.Outcome) -> Completion:
+    """The whole answer, of its parts in order."""
+    whole = p.merge(chunks) if chunks else p.Chunk()
+    return Completion(
+        id=done.id,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=outcome.finish_reason,
+        usage=outcome.usage,
+        logprobs=whole.logprobs,
+        stop_reason=outcome.stop_reason,
+        seed=outcome.seed,
+        worker=done.worker,
+        attempts=done.attempts,
+        queued_ms=done.queued_ms,
+    )
