@@ -6,7 +6,10 @@ bytes that came from or go to the wire; the link never decodes one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
 
 from broker.errors import LoadOnceError
 
@@ -71,6 +74,7 @@ class EngineDied:
 
 
 Output = StepOutput | EngineDied
+Emit = Callable[[Output], None]  # called in the engine thread
 
 
 @dataclass(slots=True)
@@ -85,3 +89,13 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+
+
+class ModelThread(Protocol):
+    """What the link needs of whoever owns the model: the batching `Engine`, or `generate` one at a time."""
+
+    inbox: SimpleQueue[Command]
+    counters: Counters
+
+    def run(self) -> None:
+        """Serve until `Quit`, in the calling thread. Says `EngineDied` last if it can't go on."""

@@ -40,13 +40,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's work: rows that decode, then rows of prompts."""
+    """One step's work: rows that decode, then rows of prompts.
+
+    Attributes:
+        begun: sequences that run for the first time.
+        preempted: how many had to give their pages up.
+    """
 
     rows: list[Row]
-    preempted: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
+    begun: list[Sequence]
+    preempted: int
 
 
 class Scheduler:
@@ -114,12 +117,13 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the rows of the next step, each with pages for its tokens."""
         rows: list[Row] = []
+        begun: list[Sequence] = []
         preempted = self._decode(rows)
         left = self._continue_prompts(rows, self._budget - len(rows))
         if not preempted:
-            self._begin(rows, left)
+            begun = self._begin(rows, left)
         assert rows or not self, f"{len(self)} sequences, and none of them can run"
-        return Step(rows, preempted)
+        return Step(rows, begun, preempted)
 
     def computed(self, row: Row) -> None:
         """The model has computed a row: its full pages may be shared from now on."""
@@ -199,8 +203,9 @@ class Scheduler:
                 left -= self._add_piece(rows, sequence, left)
         return left
 
-    def _begin(self, rows: list[Row], left: int) -> None:
+    def _begin(self, rows: list[Row], left: int) -> list[Sequence]:
         """Spend `left` tokens on sequences that wait, in order, while there are slots and pages."""
+        begun = []
         coming = self._coming_keys() if self._waiting else set()
         while self._waiting and left > 0 and len(self._running) < self._most_running:
             sequence = self._waiting[0]
@@ -217,9 +222,11 @@ class Scheduler:
             sequence.computed = len(shared) * self.pages.page_tokens
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+                begun.append(sequence)
             self._running.append(self._waiting.popleft())
             coming.update(keys[len(shared) :])
             left -= self._add_piece(rows, sequence, left)
+        return begun
 
     def _add_piece(self, rows: list[Row], sequence: Sequence, left: int) -> int:
         tokens = min(left, sequence.uncomputed)

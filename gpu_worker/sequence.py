@@ -7,7 +7,7 @@ runner and the sampler.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from broker.protocol import TokenLogprob
 
@@ -57,12 +57,20 @@ class SamplingParams:
         object.__setattr__(self, "ending_ids", ending)
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended; `stop` is the stop string or the stop token that did it, None for EOS."""
+
+    reason: Literal["stop", "length"]
+    stop: str | int | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request on its way through the engine.
 
     Who writes what: `computed`, `pages`, `page_keys`, `number` and `cached_tokens` are the scheduler's,
-    the rest is the engine's. Two sequences are equal only if they are the same.
+    the rest is the engine's. Two sequences are equal only if they are the same one.
 
     Attributes:
         id: the broker's name for this attempt.
@@ -78,7 +86,7 @@ class Sequence:
         page_keys: names of the full pages by content, as far as they have been worked out.
         number: order of arrival; the scheduler never serves a younger one before an older.
         cached_tokens: of the prompt, found in the prefix cache when the request first ran.
-        sent_tokens: output tokens that the client has, or that lie in a chunk on its way.
+        unsent: text that may leave and is in no chunk yet.
         prompt_logprobs: collected while the prompt is computed, None first; None when not wanted or sent.
         opened: the first chunk, which carries echo and prompt log-probabilities, is out.
     """
@@ -96,7 +104,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)
     number: int = 0
     cached_tokens: int | None = None
-    sent_tokens: int = 0
+    unsent: str = ""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     opened: bool = False
 
@@ -134,3 +142,30 @@ class Sequence:
     def wants_prompt_logits(self) -> bool:
         """Logits at each prompt token are needed, so nothing of the prompt may come from the prefix cache."""
         return self.params.prompt_logprobs is not None and not self.opened
+
+    def accept(self, token_id: int) -> Ending | None:
+        """Append a drawn token; its text goes to `unsent`. Says how the request ends, if it does.
+
+        The text of a token that ends the request is not output.
+        """
+        self.token_ids.append(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+        if token_id in self.params.ending_ids:
+            self.unsent += self.text.finish()
+            return Ending("stop", token_id if token_id in self.params.stop_token_ids else None)
+        self.unsent += self.text.push(token_id)
+        if self.text.stop_hit is not None:
+            return Ending("stop", self.text.stop_hit)
+        if self.grammar is not None and self.grammar.finished:
+            self.unsent += self.text.finish()
+            return Ending("stop")
+        if self.remaining_tokens <= 0:
+            self.unsent += self.text.finish()
+            return Ending("length")
+        return None
+
+    def take_unsent(self) -> str:
+        """The text that may leave, for the next chunk."""
+        text, self.unsent = self.unsent, ""
+        return text

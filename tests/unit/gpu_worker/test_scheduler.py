@@ -10,7 +10,7 @@ from gpu_worker.pages import Pages
 from gpu_worker.scheduler import Row, Scheduler, Step
 from gpu_worker.sequence import Sequence
 
-from .fakes import sequence
+from .sequences import sequence
 
 
 def scheduler(

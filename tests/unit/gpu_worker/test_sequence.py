@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpu_worker.sequence import SamplingParams
 
-from .fakes import sequence
+from .sequences import sequence
 
 
 def test_position_is_the_index_of_the_token_to_be_drawn() -> None:
