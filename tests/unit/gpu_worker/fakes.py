@@ -196,7 +196,7 @@ class Bench:
         model: LoadedModel | None = None,
         **settings: Any,
     ) -> None:
-        self.runner = runner or FakeRunner()
+        self.runner: Any = runner or FakeRunner()
         self.log = io.StringIO()
         self.heard: dict[str, Heard] = {}
         self.stopped: dict[str, Heard] = {}
