@@ -18,6 +18,7 @@ import zmq.asyncio
 from broker import addresses, options
 from broker.client import AsyncClient
 from broker.curve import KeysMissing
+from broker.lifeline import end_with_supervisor
 from broker.logs import Log
 from http_frontend.broker_scrape import broker_text
 from http_frontend.catalogue import REFRESH_S, Catalogue
@@ -42,6 +43,7 @@ KEYS_RELOAD_S: Final = 1.0
 def main(argv: list[str]) -> int:
     """Run until told to stop; returns the exit code."""
     settings = options.load(FrontendSettings, PROG, argv, os.environ)
+    end_with_supervisor()
     try:
         keys = _keys(settings)
         tls = _tls(settings)
