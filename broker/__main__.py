@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from typing import Final
 
-import zmq
-
 from broker.addresses import address, make_run_dir
 from broker.admin_server import AdminServer
+from broker.lifeline import end_with_supervisor
 from broker.logs import Log
 from broker.options import load
 from broker.scheduler import Scheduler
@@ -26,6 +26,7 @@ PROG: Final = "python -m broker"
 def main(argv: list[str]) -> int:
     """Run the broker; returns the exit code."""
     settings = load(BrokerSettings, PROG, argv, os.environ)
+    end_with_supervisor()
     log = Log("broker", level=settings.log_level)
     started = time.monotonic()
     scheduler = Scheduler(settings, secrets.token_hex(8), started, log)
@@ -35,12 +36,15 @@ def main(argv: list[str]) -> int:
             which: address(which, getattr(settings, which), settings.run_dir)
             for which in ("clients", "workers", "admin")
         }
-        admin = AdminServer(scheduler, started)
+        admin = AdminServer(scheduler, started, socket.gethostname(), os.getpid())
         sockets = Sockets(addresses, scheduler, admin.answer, settings.curve_keys, log)
+    except (OSError, ValueError) as problem:
+        return _refuse(problem)
+    try:
         sockets.bind()
-    except (OSError, ValueError, zmq.ZMQError) as problem:
-        print(f"{PROG}: {problem}", file=sys.stderr)
-        return EXIT_CANNOT_LISTEN
+    except (OSError, ValueError) as problem:
+        sockets.close()
+        return _refuse(problem)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sockets.stop())
     log.info("broker_listens", session=scheduler.session, **addresses)
@@ -48,6 +52,11 @@ def main(argv: list[str]) -> int:
     sockets.close()
     log.info("broker_stopped")
     return 0
+
+
+def _refuse(problem: Exception) -> int:
+    print(f"{PROG}: {problem}", file=sys.stderr)
+    return EXIT_CANNOT_LISTEN
 
 
 if __name__ == "__main__":

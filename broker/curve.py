@@ -2,7 +2,8 @@
 
 A directory holds ``broker.key`` (public), ``broker.key_secret`` (the broker's only), ``own.key_secret``
 (a peer's own) and ``allowed/`` with the public keys of peers (the broker's only), in the format of
-`zmq.auth.create_certificates`. Addresses that stay on this host (ipc, loopback) need none.
+`zmq.auth.create_certificates`. Addresses that stay on this host (ipc, loopback) need none, and ipc never
+uses them: its files' permissions say who may connect.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ def serve(socket: zmq.Socket[Any], address: str, directory: str) -> None:
     Raises:
         KeysMissing: the address isn't local and there are no keys.
     """
-    if not directory:
-        _demand_local(address)
+    if not _wants_keys(address, directory):
         return
     public, secret = _load(Path(directory) / "broker.key_secret")
     socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -46,16 +46,17 @@ def connect(socket: zmq.Socket[Any], address: str, directory: str) -> None:
     Raises:
         KeysMissing: the address isn't local and there are no keys.
     """
-    if not directory:
-        _demand_local(address)
+    if not _wants_keys(address, directory):
         return
     socket.curve_publickey, socket.curve_secretkey = _load(Path(directory) / "own.key_secret")
     socket.curve_serverkey, _ = _load(Path(directory) / "broker.key", secret=False)
 
 
-def _demand_local(address: str) -> None:
-    if not is_local(address):
+def _wants_keys(address: str, directory: str) -> bool:
+    """Whether CURVE is used; the answer is the same on both sides of an address."""
+    if not directory and not is_local(address):
         raise KeysMissing(f"{address} can be reached from other hosts: it needs --curve-keys")
+    return bool(directory) and not address.startswith(("ipc://", "inproc://"))
 
 
 def _load(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:

@@ -18,7 +18,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 def exposition(scheduler: Scheduler, started: float, pid: int, now: float) -> bytes:
     """All metrics of the broker and of its workers (from their beats), as one scrape's text."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(scheduler, status(scheduler, started, pid, now)))
+    registry.register(_Snapshot(scheduler, status(scheduler, started, pid, now, requests=False)))
     return generate_latest(registry)
 
 
@@ -47,6 +47,8 @@ class _Snapshot(Collector):
             ("stray", "outputs of an attempt that was over", counted.stray),
             ("unroutable", "messages whose peer had left", counted.unroutable),
             ("malformed", "messages that could not be decoded", counted.malformed),
+            ("replaced", "requests submitted again while in flight", counted.replaced),
+            ("workers_refused", "registrations that were refused", counted.workers_refused),
         ):
             yield CounterMetricFamily(f"loadonce_broker_{name}", text, value=value)
         failed = CounterMetricFamily("loadonce_broker_failed", "requests that failed", labels=["code"])

@@ -6,6 +6,7 @@ Knows nothing of queues or sockets, and never decodes a body.
 from __future__ import annotations
 
 import enum
+import heapq
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,7 +40,7 @@ class Job:
     key: Key
     number: int  # unique while the broker lives
     submit: Submit
-    model: str  # resolved: the model's own name, or what was asked for while nobody serves it
+    model: str  # the model's own name, or `catalogue.LOBBY` while nobody serves what was asked for
     request: bytes
     chunks: list[bytes]
     arrived: float
@@ -53,7 +54,7 @@ class Job:
     deaths_in_all: int = 0
     first_started: float | None = None
     tokens: int = 0  # forwarded in this attempt
-    size: int = field(default=0)
+    size: int = field(default=0)  # bytes kept: request and chunks
 
     def __post_init__(self) -> None:
         self.size = len(self.request) + sum(map(len, self.chunks))
@@ -72,6 +73,13 @@ class Job:
     def suspect(self) -> bool:
         """Whether it may be what brought its last worker down: nothing has come out of it since."""
         return self.deaths > 0
+
+    def keep_chunk(self, chunk: bytes, tokens: int) -> None:
+        """File output of the running attempt. It clears the request of its last death."""
+        self.chunks.append(chunk)
+        self.tokens += tokens
+        self.size += len(chunk)
+        self.deaths = 0
 
     def note_death(self) -> None:
         """Its worker went down with it in hand."""
@@ -94,3 +102,71 @@ class Job:
         """
         assert state in TRANSITIONS[self.state], f"request {self.number}: {self.state} → {state}"
         self.state = state
+
+
+@dataclass(slots=True)
+class Client:
+    """A client with requests in flight."""
+
+    heard: float
+    pings: bool = False  # it has pinged once, so it must go on
+    jobs: dict[str, Job] = field(default_factory=dict)  # by its own id
+
+
+class InFlight:
+    """All requests in flight, by client, and when they are due to have ended."""
+
+    def __init__(self) -> None:
+        self.clients: dict[bytes, Client] = {}
+        self.count = 0
+        self._deadlines: list[tuple[float, int, Key]] = []  # a heap; entries of ended requests are skipped
+
+    def add(self, job: Job, now: float) -> None:
+        """Keep a request; its client has no other of this id."""
+        client = self.clients.get(job.client)
+        if client is None:
+            client = self.clients[job.client] = Client(heard=now)
+        assert job.submit.id not in client.jobs, f"{job.key} is in flight already"
+        client.jobs[job.submit.id] = job
+        self.count += 1
+        if len(self._deadlines) > 2 * self.count + 1024:
+            self._deadlines = [(other.deadline, other.number, other.key) for other in self.jobs()]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (job.deadline, job.number, job.key))
+
+    def remove(self, job: Job) -> None:
+        """Forget a request, and its client if this was the last."""
+        client = self.clients[job.client]
+        del client.jobs[job.submit.id]
+        if not client.jobs:
+            del self.clients[job.client]
+        self.count -= 1
+
+    def find(self, key: Key) -> Job | None:
+        """The request that a client calls so."""
+        client = self.clients.get(key[0])
+        return client.jobs.get(key[1]) if client else None
+
+    def of(self, identity: bytes) -> list[Job]:
+        """All requests of a client."""
+        client = self.clients.get(identity)
+        return list(client.jobs.values()) if client else []
+
+    def jobs(self) -> list[Job]:
+        """All, in no particular order. O(n)."""
+        return [job for client in self.clients.values() for job in client.jobs.values()]
+
+    def overdue(self, now: float) -> list[Job]:
+        """Requests whose deadline has passed; each is named once."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number, key = heapq.heappop(self._deadlines)
+            job = self.find(key)
+            if job is not None and job.number == number:
+                found.append(job)
+        return found
+
+    def silent(self, now: float, seconds: float) -> list[bytes]:
+        """Clients that have pinged once and then said nothing for so long."""
+        return [who for who, client in self.clients.items() if client.pings and now - client.heard > seconds]

@@ -41,6 +41,8 @@ class Metrics:
         self.stray = 0  # output of an attempt that was over
         self.unroutable = 0  # messages whose peer had left
         self.malformed = 0
+        self.replaced = 0  # requests submitted again while in flight
+        self.workers_refused = 0
         self.failed: Counter[str] = Counter()  # by error code
         self.dispatch_wait = Histogram()  # arrival → first worker
 

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import zmq
 
 from broker import curve
 from broker import protocol as p
 from broker.errors import LoadOnceError, ProtocolError
+from broker.lifecycle import Side
 from broker.logs import Log
 from broker.scheduler import TICK_S, Scheduler
 
@@ -25,12 +26,17 @@ HIGH_WATER: Final = 20_000  # messages buffered per peer, each way
 HANDSHAKE_MS: Final = 5_000
 HEARTBEAT_MS: Final = 2_000  # ZMTP's own, so that half-open TCP connections are found
 LINGER_MS: Final = 500
-PEERS_LOGGED: Final = 1_000  # malformed peers that get a log line of their own
+PEERS_LOGGED: Final = 20  # malformed peers that get a log line, each once, in a window of
+LOG_WINDOW_S: Final = 60.0
 
 Admin = Callable[[p.AdminMessage, float], list[bytes]]
 
 
-class AddressTaken(OSError):
+class CannotListen(OSError):
+    """An address can't be used; the sentence names it."""
+
+
+class AddressTaken(CannotListen):
     """Another process listens there."""
 
 
@@ -59,7 +65,8 @@ class Sockets:
         self._clients = self._workers = self._admin = None  # type: zmq.Socket[bytes] | None
         self._authenticator: Any = None
         self._stopping = False
-        self._malformed: set[bytes] = set()
+        self._malformed: set[bytes] = set()  # peers logged in this window
+        self._window_ends = 0.0
 
     def bind(self) -> None:
         """Listen.
@@ -67,7 +74,7 @@ class Sockets:
         Raises:
             AddressTaken: another process listens on one of the addresses.
             curve.KeysMissing: an address isn't local and there are no keys.
-            zmq.ZMQError: an address is no address.
+            CannotListen: an address is no address, or its directory isn't there.
         """
         if self._curve_keys:
             self._start_authenticator()
@@ -109,6 +116,7 @@ class Sockets:
                 socket.close(linger=LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
+        # Sockets of ours are closed, so this waits for their linger and no longer.
         self._context.term()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -135,7 +143,7 @@ class Sockets:
             delimited, header, body = p.split(frames)
             message = p.decode_header(p.from_client, header)
         except ProtocolError as problem:
-            self._note_malformed("client", identity, problem, delimited)
+            self._note_malformed("client", identity, problem, delimited, now)
             return
         self._scheduler.on_client(identity, message, body, delimited, now)
 
@@ -144,7 +152,7 @@ class Sockets:
             _, header, body = p.split(frames)
             message = p.decode_header(p.from_worker, header)
         except ProtocolError as problem:
-            self._note_malformed("worker", identity, problem, False)
+            self._note_malformed("worker", identity, problem, False, now)
             return
         self._scheduler.on_worker(identity, message, body, now)
 
@@ -164,9 +172,12 @@ class Sockets:
             self._log.warning("admin_unreachable", reason=str(problem))
 
     def _note_malformed(
-        self, side: Literal["client", "worker"], identity: bytes, problem: ProtocolError, delimited: bool
+        self, side: Side, identity: bytes, problem: ProtocolError, delimited: bool, now: float
     ) -> None:
         self._scheduler.on_malformed(side, identity, problem, delimited)
+        if now >= self._window_ends:
+            self._malformed.clear()
+            self._window_ends = now + LOG_WINDOW_S
         if identity not in self._malformed and len(self._malformed) < PEERS_LOGGED:
             self._malformed.add(identity)
             self._log.warning("malformed", side=side, peer=identity.hex(), reason=problem.message)
@@ -177,7 +188,7 @@ class Sockets:
         """Send all that the scheduler says, and what it says about those that can't be reached."""
         clients, workers, _ = self._bound()
         while out := self._scheduler.take():
-            unreachable: dict[tuple[Literal["client", "worker"], bytes], str] = {}
+            unreachable: dict[tuple[Side, bytes], str] = {}
             for side, identity, frames in out:
                 if (side, identity) in unreachable:
                     continue
@@ -222,27 +233,28 @@ class Sockets:
             socket.close(linger=0)
             if problem.errno == zmq.EADDRINUSE:
                 raise AddressTaken(f"{which}: {address} is taken by another process") from None
-            raise
+            raise CannotListen(f"{which}: {address}: {problem.strerror}") from None
         except (OSError, ValueError):
             socket.close(linger=0)
             raise
-        if address.startswith("ipc://"):
-            self._paths.append(Path(address.removeprefix("ipc://")))
-            self._paths[-1].chmod(0o600)
+        path = _ipc_path(address)
+        if path is not None:
+            self._paths.append(path)
+            path.chmod(0o600)
         return socket
 
     def _claim(self, address: str) -> None:
         """Lock an ipc address: ZeroMQ itself would take it from a living process in silence."""
-        if not address.startswith("ipc://"):
+        path = _ipc_path(address)
+        if path is None:
             return
-        path = address.removeprefix("ipc://")
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._locks.append(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AddressTaken(f"{address} is taken by another process") from None
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
     def _start_authenticator(self) -> None:
         from zmq.auth.thread import ThreadAuthenticator
@@ -250,3 +262,9 @@ class Sockets:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=str(Path(self._curve_keys) / "allowed"))
+
+
+def _ipc_path(address: str) -> Path | None:
+    """The file behind an ipc address; an abstract one (``ipc://@name``) has none."""
+    path = address.removeprefix("ipc://")
+    return Path(path) if address.startswith("ipc://") and not path.startswith("@") else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+
 from msgspec import Struct
 
+from broker.inflight import Job
 from broker.scheduler import Scheduler
 
 
@@ -26,6 +29,7 @@ class WorkerStatus(Struct):
     cached_tokens: int
     generated_tokens: int
     preemptions: int
+    tokens: int  # in the chunks that came from it, up to this moment
     silent_s: float  # since its last message
     up_s: float  # since it registered
 
@@ -33,7 +37,7 @@ class WorkerStatus(Struct):
 class ModelStatus(Struct):
     """One model and its queue."""
 
-    name: str
+    name: str  # "" for requests whose model nobody has served yet
     aliases: list[str]
     workers: int  # registered
     ready: int  # of them, taking work
@@ -79,23 +83,25 @@ class Status(Struct):
     stray: int
     unroutable: int
     malformed: int
+    replaced: int  # requests submitted again while in flight
+    workers_refused: int
 
 
 REQUESTS_SHOWN = 1000
 
 
-def status(scheduler: Scheduler, started: float, pid: int, now: float) -> Status:
-    """Describe the broker at a moment (monotonic seconds)."""
+def status(scheduler: Scheduler, started: float, pid: int, now: float, *, requests: bool = True) -> Status:
+    """Describe the broker at a moment (monotonic seconds); single `requests` cost O(in flight)."""
     counted = scheduler.metrics
     return Status(
         session=scheduler.session,
         pid=pid,
         up_s=now - started,
-        in_flight=sum(len(client.jobs) for client in scheduler.clients.values()),
-        clients=len(scheduler.clients),
+        in_flight=scheduler.life.in_flight.count,
+        clients=len(scheduler.life.in_flight.clients),
         workers=_workers(scheduler, now),
         models=_models(scheduler, now),
-        requests=_requests(scheduler, now),
+        requests=_requests(scheduler, now) if requests else [],
         submitted=counted.submitted,
         done=counted.done,
         failed=dict(counted.failed),
@@ -105,6 +111,8 @@ def status(scheduler: Scheduler, started: float, pid: int, now: float) -> Status
         stray=counted.stray,
         unroutable=counted.unroutable,
         malformed=counted.malformed,
+        replaced=counted.replaced,
+        workers_refused=counted.workers_refused,
     )
 
 
@@ -127,27 +135,29 @@ def _workers(scheduler: Scheduler, now: float) -> list[WorkerStatus]:
             cached_tokens=worker.beat.cached_tokens,
             generated_tokens=worker.beat.generated_tokens,
             preemptions=worker.beat.preemptions,
+            tokens=worker.tokens,
             silent_s=now - worker.heard,
             up_s=now - worker.registered,
         )
-        for worker in sorted(scheduler.workers.values(), key=lambda worker: worker.name)
+        for worker in sorted(scheduler.life.workers.values(), key=lambda worker: worker.name)
     ]
 
 
 def _models(scheduler: Scheduler, now: float) -> list[ModelStatus]:
     found = []
-    for name in dict.fromkeys([*scheduler.models, *scheduler.queues]):
-        served, queue = scheduler.models.get(name), scheduler.queues.get(name)
-        jobs = queue.jobs() if queue else []
+    models, queues = scheduler.life.catalogue.models, scheduler.life.queues
+    for name in dict.fromkeys([*models, *queues]):
+        served, queue = models.get(name), queues.get(name)
+        oldest = queue.oldest() if queue else None
         found.append(
             ModelStatus(
                 name=name,
                 aliases=served.info.aliases if served else [],
                 workers=len(served.workers) if served else 0,
-                ready=scheduler.ready_workers(served) if served else 0,
-                waiting=len(jobs),
+                ready=served.ready if served else 0,
+                waiting=len(queue) if queue else 0,
                 waiting_bytes=queue.bytes if queue else 0,
-                oldest_s=max((now - job.arrived for job in jobs), default=0.0),
+                oldest_s=now - oldest if oldest is not None else 0.0,
                 tenants=queue.by_tenant() if queue else {},
                 ended_per_s=served.rate.per_second if served else 0.0,
             )
@@ -156,8 +166,8 @@ def _models(scheduler: Scheduler, now: float) -> list[ModelStatus]:
 
 
 def _requests(scheduler: Scheduler, now: float) -> list[RequestStatus]:
-    jobs = [job for client in scheduler.clients.values() for job in client.jobs.values()]
-    names = {identity: worker.name for identity, worker in scheduler.workers.items()}
+    oldest = heapq.nsmallest(REQUESTS_SHOWN, scheduler.life.in_flight.jobs(), key=_number)
+    names = {identity: worker.name for identity, worker in scheduler.life.workers.items()}
     return [
         RequestStatus(
             id=job.submit.id,
@@ -171,5 +181,9 @@ def _requests(scheduler: Scheduler, now: float) -> list[RequestStatus]:
             chunks=len(job.chunks),
             tokens=job.tokens,
         )
-        for job in sorted(jobs, key=lambda job: job.number)[:REQUESTS_SHOWN]
+        for job in oldest
     ]
+
+
+def _number(job: Job) -> int:
+    return job.number

@@ -6,6 +6,7 @@ sockets.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 
 from broker.fairness import Fairness, LeastFirst
@@ -45,6 +46,35 @@ class _Class:
             self._turns.push(tenant)
 
 
+class _ByAge:
+    """Requests in the order of their arrival at the broker, however they come in."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[Key, Job] = {}
+        self._heap: list[tuple[int, Key]] = []  # entries of requests that went are skipped
+
+    def add(self, job: Job) -> None:
+        self.jobs[job.key] = job
+        if len(self._heap) > 2 * len(self.jobs) + 16:
+            self._heap = [(other.number, other.key) for other in self.jobs.values()]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, (job.number, job.key))
+
+    def remove(self, job: Job) -> None:
+        del self.jobs[job.key]
+
+    def first(self) -> Job | None:
+        """The oldest; it stays."""
+        while self._heap:
+            number, key = self._heap[0]
+            job = self.jobs.get(key)
+            if job is not None and job.number == number:
+                return job
+            heapq.heappop(self._heap)
+        return None
+
+
 class Waiting:
     """Requests that wait for one model.
 
@@ -54,8 +84,8 @@ class Waiting:
 
     def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
-        self._suspects: OrderedDict[Key, Job] = OrderedDict()
-        self._handed_back: OrderedDict[Key, Job] = OrderedDict()
+        self._suspects = _ByAge()
+        self._handed_back = _ByAge()
         self._classes: dict[int, _Class] = {}
         self.count = 0
         self.bytes = 0
@@ -66,7 +96,7 @@ class Waiting:
     def add(self, job: Job) -> None:
         """Put a new request at the end of its tenant's line, or one that was begun at the head."""
         if job.begun:
-            self._add_begun(job)
+            (self._suspects if job.suspect else self._handed_back).add(job)
         else:
             level = job.submit.priority
             if level not in self._classes:
@@ -75,20 +105,12 @@ class Waiting:
             self._classes[level].add(job)
         self._count(job, 1)
 
-    def _add_begun(self, job: Job) -> None:
-        """Keeps the line in order of arrival; a newcomer is nearly always the oldest or the newest."""
-        line = self._suspects if job.suspect else self._handed_back
-        line[job.key] = job
-        older = [j for j in line.values() if j.number > job.number]
-        for other in older:
-            line.move_to_end(other.key)
-
     def first(self, *, suspects: bool = True) -> Job | None:
         """The request that is due; it stays until `remove`. Suspects are passed over unless asked for."""
-        if suspects and self._suspects:
-            return next(iter(self._suspects.values()))
-        if self._handed_back:
-            return next(iter(self._handed_back.values()))
+        job = self._suspects.first() if suspects else None
+        job = job or self._handed_back.first()
+        if job is not None:
+            return job
         for line in self._classes.values():
             job = line.first()
             if job is not None:
@@ -98,7 +120,7 @@ class Waiting:
     def remove(self, job: Job) -> None:
         """Take a request out, from wherever it waits."""
         if job.begun:
-            del (self._suspects if job.suspect else self._handed_back)[job.key]
+            (self._suspects if job.suspect else self._handed_back).remove(job)
         else:
             level = job.submit.priority
             self._classes[level].remove(job)
@@ -114,15 +136,17 @@ class Waiting:
     def jobs(self) -> list[Job]:
         """All that wait, in no particular order. O(n)."""
         lines = [line.values() for level in self._classes.values() for line in level.tenants.values()]
-        begun = [*self._suspects.values(), *self._handed_back.values()]
-        return [*begun, *(job for line in lines for job in line)]
+        return [*self._begun(), *(job for line in lines for job in line)]
 
     def oldest(self) -> float | None:
         """When the first that waits arrived. O(tenants)."""
-        begun = [next(iter(line.values())) for line in (self._suspects, self._handed_back) if line]
         lines = (line for level in self._classes.values() for line in level.tenants.values())
-        firsts = [*begun, *(next(iter(line.values())) for line in lines)]
-        return min((job.arrived for job in firsts), default=None)
+        firsts = [
+            self._suspects.first(),
+            self._handed_back.first(),
+            *(next(iter(ln.values())) for ln in lines),
+        ]
+        return min((job.arrived for job in firsts if job is not None), default=None)
 
     def by_tenant(self) -> dict[str, int]:
         """How many wait, by tenant. O(tenants + requests that were begun)."""
@@ -130,9 +154,12 @@ class Waiting:
         for level in self._classes.values():
             for tenant, line in level.tenants.items():
                 counts[tenant] = counts.get(tenant, 0) + len(line)
-        for job in [*self._suspects.values(), *self._handed_back.values()]:
+        for job in self._begun():
             counts[job.submit.tenant] = counts.get(job.submit.tenant, 0) + 1
         return counts
+
+    def _begun(self) -> list[Job]:
+        return [*self._suspects.jobs.values(), *self._handed_back.jobs.values()]
 
     def _count(self, job: Job, sign: int) -> None:
         self.count += sign

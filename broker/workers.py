@@ -42,6 +42,7 @@ class Worker:
         self.identity = identity
         self.ready = ready
         self.state = WorkerState.READY
+        self.leaving = False  # it was told to go, or began to hand back: it doesn't come back to work
         self.jobs: dict[str, Job] = {}  # by work id
         self.cost = 0  # outstanding tokens, estimated
         self.suspects: set[str] = set()  # work ids of suspects in hand: one at the most, or guilt is unclear
