@@ -46,6 +46,11 @@ class Batch:
     query_lens: list[int]
     context_lens: list[int]
 
+    @property
+    def decodes(self) -> bool:
+        """Whether each row has one token, and wants its logits."""
+        return self.wanted_count == len(self.query_lens) == self.token_ids.shape[0]
+
 
 def build(
     rows: Sequence[RowLike],

@@ -186,6 +186,8 @@ class _Step(nn.Module):
             page_table=page_table,
             query_lens=(),
             context_lens=(),
+            most_query=0,
+            most_context=0,
             caches=list(zip(keys, values, strict=True)),
             layers=self.layers,
             attend=cpu.attend,

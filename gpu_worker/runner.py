@@ -15,8 +15,8 @@ from torch import Tensor
 
 from broker.logs import Log
 
-from . import batch, compiled, kv_cache, native, support
-from .attention import Attend, PagedInput, cpu, gathered, plug_in
+from . import batch, compiled, graphs, kv_cache, native, support
+from .attention import Attend, PagedInput, cpu, gathered, plug_in, varlen
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
 
@@ -38,7 +38,9 @@ class Runner:
         self._settings = settings
         self._quantization: str = getattr(loaded, "quantization", "none")
         self._vocab: int = loaded.vocab
+        self._context: int = loaded.context
         self._compiled: compiled.CompiledStep | None = None
+        self._graphs: graphs.DecodeGraphs | None = None
         self._model = loaded.model
         self._device: torch.device = loaded.device
         self._dtype: torch.dtype = loaded.dtype
@@ -96,7 +98,11 @@ class Runner:
 
     def start_compile(self) -> None:
         """Use the compiled step: at once where it is on disk, else compiled in the background meanwhile."""
-        if not self._settings.compile or self._attend is not cpu.attend:
+        if not self._settings.compile:
+            return
+        if self._attend is varlen.attend:
+            self._capture()
+        if self._attend is not cpu.attend:
             return
         if self._quantization != "none":
             self._log.info("not compiled", reason=f"{self._quantization} weights")
@@ -113,6 +119,26 @@ class Runner:
         self._log.info("compiling", library=library.name)
         thread = threading.Thread(target=self._compile, args=(job, library), name="compile", daemon=True)
         thread.start()
+
+    def _capture(self) -> None:
+        """Capture decode steps as CUDA graphs; takes seconds, before the worker registers."""
+        decode = graphs.DecodeGraphs(
+            lambda step: self._run(step, None),
+            graphs.cuda_capture(),
+            slots=self._settings.slots,
+            page_tokens=self.page_tokens,
+            context=self._context,
+            scratch_page=self.pages_total,
+            device=self._device,
+        )
+        try:
+            with torch.inference_mode():
+                decode.capture_all()
+        except RuntimeError as problem:
+            self._log.warning("no graphs; serving eagerly", reason=str(problem).splitlines()[0])
+            return
+        self._graphs = decode
+        self._log.info("decode graphs in use", sizes=list(decode.sizes))
 
     def _job(self) -> compiled.Job:
         return compiled.job_for(
@@ -155,7 +181,11 @@ class Runner:
             if self._dtype in cpu.DTYPES:
                 self._log.info("attention", backend="cpu kernel", own_linear_layers=layers)
                 return cpu.attend
-        self._log.info("attention", backend="gathered")
+        reason = varlen.works(self._layers, self.page_tokens, self._dtype, self._device)
+        if reason is None:
+            self._log.info("attention", backend="varlen_attn")
+            return varlen.attend
+        self._log.info("attention", backend="gathered", not_varlen_because=reason)
         return gathered.attend
 
     def _batch(self, rows: Sequence[RowLike], every_token: Sequence[int] = ()) -> Batch:
@@ -179,6 +209,8 @@ class Runner:
         return statistics.median(off)
 
     def _logits(self, step: Batch) -> Tensor:
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.run(step)
         return self._run(step, self._compiled)[: step.wanted_count]
 
     def _run(self, step: Batch, library: compiled.CompiledStep | None) -> Tensor:
@@ -192,6 +224,8 @@ class Runner:
             page_table=step.page_table,
             query_lens=step.query_lens,
             context_lens=step.context_lens,
+            most_query=max(step.query_lens),
+            most_context=max(step.context_lens),
             caches=self._caches,
             layers=self._layers,
             attend=self._attend,

@@ -44,6 +44,8 @@ class PagedInput:
     page_table: Tensor  # int32 [rows, pages]
     query_lens: Sequence[int]  # the same on the host, for back ends that loop over rows
     context_lens: Sequence[int]
+    most_query: int  # the largest of each
+    most_context: int
     caches: Sequence[tuple[Tensor, Tensor]]  # per layer: [pages, page_tokens, kv_heads, dim], keys and values
     layers: Sequence[LayerPlan]
     attend: Attend

@@ -64,6 +64,8 @@ def _attention(
     """Attend with query [rows, tokens, heads, dim] to keys and values [rows, length, kv_heads, dim]."""
     rows, tokens, heads, dim = query.shape
     group = heads // plan.kv_heads
+    if query.is_cuda and sinks is None and not plan.softcap:
+        return _torch_attention(query, keys, values, visible, plan)
     # The heads of a group share their keys: they become more rows of one matrix product.
     grouped = query.reshape(rows, tokens, plan.kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     scores = grouped.reshape(rows, plan.kv_heads, group * tokens, dim) @ keys.permute(0, 2, 3, 1)
@@ -81,3 +83,16 @@ def _attention(
     mixed = weights @ values.permute(0, 2, 1, 3)  # [rows, kv_heads, group * tokens, value_dim]
     mixed = mixed.view(rows, plan.kv_heads, group, tokens, -1)
     return mixed.permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, -1)
+
+
+def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, plan: LayerPlan) -> Tensor:
+    """The same by torch's own function, which never has all scores in memory at once."""
+    group = query.shape[2] // plan.kv_heads
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys.transpose(1, 2).repeat_interleave(group, dim=1),
+        values.transpose(1, 2).repeat_interleave(group, dim=1),
+        attn_mask=visible[:, None],
+        scale=plan.scaling,
+    )
+    return mixed.transpose(1, 2)
