@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -41,6 +42,15 @@ _HOPELESS_STEPS: Final = 3
 
 class EngineBroken(Exception):  # noqa: N818 - what it means is in its sentence
     """No request is to blame, and going on is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a row could not be computed; unexplained is what nobody had foreseen."""
+
+    sequence: Sequence
+    problem: LoadOnceError
+    explained: bool = True
 
 
 class Engine:
@@ -88,6 +98,9 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `Quit`. If it can't go on: hands back what it has, says `EngineDied`, returns."""
+        # The model's objects stay: without this, a full collection would stop all streams to look at them.
+        gc.collect()
+        gc.freeze()
         try:
             while self._receive():
                 self.step()
@@ -179,20 +192,20 @@ class Engine:
         Raises:
             EngineBroken: every row fails, again and again or all at once.
         """
-        faults: list[tuple[Row, LoadOnceError]] = []
+        faults: list[_Fault] = []
         results: list[tuple[Row, Sampled]] = []
         for piece in _pieces(rows, self._scheduler.budget):
             results += self._attempt(piece, faults)
-        internal = [row for row, problem in faults if isinstance(problem, InternalError)]
-        self._hopeless_steps = self._hopeless_steps + 1 if len(internal) == len(rows) else 0
-        if self._hopeless_steps and (len(rows) > 1 or self._hopeless_steps >= _HOPELESS_STEPS):
+        hopeless = sum(not fault.explained for fault in faults) == len(rows)
+        self._hopeless_steps = self._hopeless_steps + 1 if hopeless else 0
+        if hopeless and (len(rows) > 1 or self._hopeless_steps >= _HOPELESS_STEPS):
             raise EngineBroken(f"all of {len(rows)} rows fail, step {self._hopeless_steps} of such")
-        for row, problem in faults:
-            self._fail(row.sequence, problem)
+        for fault in faults:
+            self._fail(fault.sequence, fault.problem)
         return results
 
     def _attempt(
-        self, rows: list[Row], faults: list[tuple[Row, LoadOnceError]], *, last: bool = False
+        self, rows: list[Row], faults: list[_Fault], *, last: bool = False
     ) -> list[tuple[Row, Sampled]]:
         """Compute rows; if that fails, halves of them, until the guilty row is alone.
 
@@ -206,7 +219,7 @@ class Engine:
             starved = _is_out_of_memory(problem)
             self._log.warning("step failed", rows=len(rows), starved=starved, reason=_brief(problem))
             if len(rows) == 1 and not starved:
-                faults.append((rows[0], self._unexpected(rows[0].sequence.request_id, problem)))
+                faults.append(self._fault(rows[0].sequence, problem))
                 return []
         # Out of the handler, or its traceback would keep the failed step's tensors alive.
         if starved:
@@ -220,9 +233,10 @@ class Engine:
             return self._attempt([Row(row.sequence, row.tokens // 2, samples=False)], faults)
         if not last:
             return self._attempt(rows, faults, last=True)  # now that memory was freed
-        faults.append((row, OutOfMemory("The device has no memory left for this request.")))
+        faults.append(_Fault(row.sequence, OutOfMemory("The device has no memory left for this request.")))
         return []
 
+    @torch.inference_mode()
     def _forward(self, rows: list[Row]) -> list[tuple[Row, Sampled]]:
         wishes = [number for number, row in enumerate(rows) if row.sequence.wants_prompt_logits]
         if wishes:
@@ -255,10 +269,8 @@ class Engine:
             return
         try:
             self._take(sequence, sampled)
-        except LoadOnceError as problem:
-            self._fail(sequence, problem)
         except Exception as problem:  # noqa: BLE001 - one request's fault must not be the others'
-            self._fail(sequence, self._unexpected(sequence.request_id, problem))
+            self._fail(sequence, self._fault(sequence, problem).problem)
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> None:
         """The drawn token becomes a chunk, and maybe the end."""
@@ -285,6 +297,11 @@ class Engine:
         self._output.failed.append((sequence.id, problem))
         del self._in_hand[sequence.id]
         self._scheduler.remove(sequence, tainted=tainted)
+
+    def _fault(self, sequence: Sequence, problem: Exception) -> _Fault:
+        if isinstance(problem, LoadOnceError):
+            return _Fault(sequence, problem)
+        return _Fault(sequence, self._unexpected(sequence.request_id, problem), explained=False)
 
     def _unexpected(self, request_id: str, problem: Exception) -> InternalError:
         self._log.error("request failed", exc=problem, id=request_id)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SOURCES: Final = ("prompt", "token_ids", "messages")
+#: Prompt tokens that the first output tokens are decoded after, for the space between them.
+_TEXT_CONTEXT: Final = 5
 #: What counts where neither the request nor the model says anything.
 _NEUTRAL: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -72,7 +74,7 @@ class Intake:
         self._defaults = loaded.defaults
         self._context = context
         self._prompts = Prompts(loaded.tokenizer, loaded.config)
-        self._grammars = Grammars(loaded.tokenizer, loaded.vocab)
+        self._grammars = Grammars(loaded.tokenizer, loaded.vocab, loaded.eos_ids)
         self._longest_token = max(map(len, loaded.tokenizer.get_vocab()))
 
     def accept(self, command: exchange.Run) -> Sequence | Answer:
@@ -168,6 +170,7 @@ class Intake:
             list(params.stop),
             include_stop=params.include_stop,
             skip_special_tokens=params.skip_special_tokens,
+            context=prompt_ids[-_TEXT_CONTEXT:],
         )
         return Sequence(
             id=command.id,

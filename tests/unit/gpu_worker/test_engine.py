@@ -17,6 +17,7 @@ from broker import protocol
 from broker.errors import InternalError, InvalidRequest, OutOfMemory
 from broker.protocol import Chunk, Params, Request
 from gpu_worker.exchange import HandBack, Quit
+from gpu_worker.grammar import GrammarState
 from gpu_worker.sampler import Sampled
 from gpu_worker.scheduler import Row
 
@@ -297,7 +298,7 @@ def test_whatever_happens_around_it_a_request_gets_its_own_text(
             bench.submit(prompt, id=str(number), max_tokens=tokens)
             if fate == "stop":
                 stopped.append(str(number))
-            if fate == "fault":
+            if fate == "fault" and not runner.faults:
                 runner.faults.append(torch.OutOfMemoryError("CUDA out of memory"))
         bench.step()
         if step_number % 3 == 2 and stopped:
@@ -356,6 +357,22 @@ def test_a_row_of_nan_fails_alone_and_nobody_shares_its_pages() -> None:
     again = bench.ask("bad request", id="again")
     assert again.error is not None
     assert bench.runner.rows[-1] == [("again", len("bad request"))]
+
+
+def test_a_grammars_dead_end_is_its_own_requests_error_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead_end(state: GrammarState) -> torch.Tensor:
+        raise InternalError("The grammar can't go on: too many items")
+
+    monkeypatch.setattr(GrammarState, "mask", dead_end)
+    bench = Bench(sampler=None)
+    params = Params(max_tokens=20, temperature=0, grammar=protocol.Grammar("regex", "[0-9]{3}"))
+    for number in range(5):
+        bad = bench.ask(request=Request(prompt="hi", params=params), id=str(number))
+        assert isinstance(bad.error, InternalError) and "too many items" in bad.error.message
+    good = bench.submit("good", id="good")
+    bench.submit(request=Request(prompt="hi", params=params), id="beside")
+    bench.finish()
+    assert good.text == expected("good", 8)
 
 
 def test_an_exception_in_postprocessing_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
