@@ -35,6 +35,8 @@ T = TypeVar("T")
 _SOURCES: Final = ("prompt", "token_ids", "messages")
 #: Prompt tokens that the first output tokens are decoded after, for the space between them.
 _TEXT_CONTEXT: Final = 5
+#: Prompt tokens in whose company a completion's first token is decoded.
+_CONTEXT_TOKENS: Final = 6
 #: What counts where neither the request nor the model says anything.
 _NEUTRAL: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 

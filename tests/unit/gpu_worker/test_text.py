@@ -1,0 +1,149 @@
+"""What leaves is the text of the tokens, never half a character, never any part of a stop string."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gpu_worker.text import TextStream
+from tests.unit.gpu_worker.tokenizers import byte_level, sentencepiece_like
+
+SAMPLES = [
+    "I am testing",
+    "  two leading spaces,  double  inside, trailing  ",
+    "def f():\n    return 1\n",
+    "emoji 🫠🥹 and 龜 and é and e\u0301",
+    "你好，世界 مرحبا",
+    "👩‍👩‍👧‍👦 family",
+]
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return byte_level() if request.param == "byte_level" else sentencepiece_like()
+
+
+def pieces_of(tokenizer: Any, ids: list[int], **options: Any) -> list[str]:
+    stream = TextStream(tokenizer, **options)
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_c36_pieces_are_the_full_text_byte_for_byte(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids)) == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("text", ["🫠", "🥹", "龜", "a🫠b"])
+def test_c34_no_piece_holds_half_a_character(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 1
+    pieces = pieces_of(tokenizer, ids)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces).strip() == text
+
+
+def test_bytes_that_are_no_text_come_out_as_the_full_decode_has_them() -> None:
+    tokenizer = byte_level()
+    half = tokenizer.encode("🫠", add_special_tokens=False)[:2]
+    ids = [*half, *tokenizer.encode("ok", add_special_tokens=False)]
+    assert "".join(pieces_of(tokenizer, ids)) == decode(tokenizer, ids)
+    assert "".join(pieces_of(tokenizer, half)) == decode(tokenizer, half)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40), st.integers(0, 2**32))
+def test_any_text_in_any_tokens_comes_out_whole(text: str, seed: int) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    random.Random(seed).shuffle(ids)
+    assert "".join(pieces_of(tokenizer, ids)) == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("stop", ["DEFGHIJ", "F", "EF", "DEFGHIJKLMN"])
+def test_c37_stop_string_across_tokens(tokenizer: Any, stop: str) -> None:
+    ids = tokenizer.encode("ABCDEFGHIJKLMNOP", add_special_tokens=False)
+    stream = TextStream(tokenizer, [stop])
+    pieces = [stream.push(token) for token in ids]
+    assert stream.stop_hit == stop
+    assert "".join(pieces) + stream.finish() == "ABCDEFGHIJKLMNOP".partition(stop)[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab", min_size=1, max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_nothing_of_a_stop_string_ever_leaves(text: str, stops: list[str]) -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer, stops)
+    said = "".join(stream.push(token) for token in tokenizer.encode(text, add_special_tokens=False))
+    said += stream.finish()
+    if stream.stop_hit is None:
+        assert said == text and not any(stop in text for stop in stops)
+    else:
+        assert text.startswith(said + stream.stop_hit)
+        assert not any(stop in said for stop in stops)
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("one. two. three.", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, stop=["."], include_stop=True)) == "one."
+
+
+def test_what_only_might_have_become_a_stop_string_leaves_at_the_end() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("end STO", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, stop=["STOP"])) == "end STO"
+
+
+def test_context_keeps_the_first_space() -> None:
+    tokenizer = sentencepiece_like()
+    before = tokenizer.encode("I am", add_special_tokens=False)
+    ids = tokenizer.encode("I am testing", add_special_tokens=False)[len(before) :]
+    assert "".join(pieces_of(tokenizer, ids, context=before)) == " testing"
+
+
+def test_special_tokens_have_no_text_unless_asked_for() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("hi", add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|end|>")]
+    assert "".join(pieces_of(tokenizer, ids)) == "hi"
+    assert "".join(pieces_of(tokenizer, ids, skip_special_tokens=False)) == "hi<|end|>"
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_a_replayed_stream_goes_on_with_the_same_text(tokenizer: Any, cut: int) -> None:
+    ids = tokenizer.encode("stop 🫠 at STO or 龜 STOP never", add_special_tokens=False)
+    whole = "".join(pieces_of(tokenizer, ids, stop=["STOP"]))
+    first = TextStream(tokenizer, ["STOP"])
+    delivered = "".join(first.push(token) for token in ids[:cut])
+    again = TextStream(tokenizer, ["STOP"])
+    replayed = "".join(again.push(token) for token in ids[:cut])
+    rest = "".join(again.push(token) for token in ids[cut:]) + again.finish()
+    assert replayed == delivered and delivered + rest == whole
+
+
+def test_the_window_stays_small_however_long_the_output() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer)
+    for token in tokenizer.encode("word " * 2000, add_special_tokens=False):
+        stream.push(token)
+        assert len(stream._window) <= 4
+
+
+def test_a_word_level_tokenizer_works_too() -> None:
+    vocab = {"hello": 0, "world": 1, "[UNK]": 2}
+    plain = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+    assert "".join(pieces_of(tokenizer, [0, 1, 0])) == "hello world hello"
