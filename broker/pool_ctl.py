@@ -36,7 +36,6 @@ RATE_S: Final = 1.0  # how long tokens are counted for a rate
 TOP_S: Final = 2.0
 POLL_S: Final = 0.2
 READY_TIMEOUT_S: Final = 1800.0  # a large model from a slow disk
-WORKER_MODULE: Final = "worker"  # programs whose name holds this are workers that may be loading
 CLEAR: Final = "\x1b[H\x1b[2J"
 
 HELP: Final = """\
@@ -72,6 +71,8 @@ class PoolPlugin(ControllerPluginBase):
         }
         self._complete_others = controller.complete
         controller.complete = self.complete
+        for other in controller.options.plugins:  # supervisorctl asks all of them about every topic
+            other.help_pool = lambda: None
 
     # ── what supervisorctl calls ─────────────────────────────────────────────────────────────────
 
@@ -94,6 +95,11 @@ class PoolPlugin(ControllerPluginBase):
             self._fail(f"pool {words[0]}: {problem.message}")
         except KeyboardInterrupt:
             self._say("")
+
+    def do_help(self, arg: str) -> None:
+        """Help on `pool`, or the list of commands; other topics have their own plugin."""
+        if arg in ("", "pool"):
+            super().do_help(arg)
 
     def help_pool(self) -> None:
         """Say what the verbs do."""
@@ -134,7 +140,7 @@ class PoolPlugin(ControllerPluginBase):
                 time.sleep(RATE_S)
             after = ask_status()
         except Unavailable:
-            self._say(self._not_serving(frozenset()))
+            self._say(self._not_serving(None))
             raise
         self._show(before, after, time.monotonic() - started)
 
@@ -144,11 +150,11 @@ class PoolPlugin(ControllerPluginBase):
         parts += [self._not_serving(_pids_here(after)), totals(after)]
         self._say("\n\n".join(part for part in parts if part))
 
-    def _not_serving(self, registered: frozenset[int]) -> str:
+    def _not_serving(self, registered: frozenset[int] | None) -> str:
         processes = self._processes()
         if processes is None:
             return "supervisord isn't running, so nothing here restarts what ends"
-        missing = absent(processes, registered, lambda process: WORKER_MODULE in process.name)
+        missing = absent(processes, registered)
         return absent_table(missing, last_words) if missing else ""
 
     def _top(self, words: list[str]) -> None:

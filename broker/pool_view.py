@@ -42,6 +42,11 @@ class Process:
             log=info["stdout_logfile"] or info["stderr_logfile"],
         )
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it should register with the broker; supervisord.conf's names say so."""
+        return "worker" in self.name
+
 
 def token_rates(before: Status, after: Status, seconds: float) -> dict[str, float]:
     """Tokens per second of each worker that is in both."""
@@ -88,14 +93,17 @@ def requests_table(requests: Sequence[RequestStatus]) -> str:
     return table(rows)
 
 
-def absent(
-    processes: Sequence[Process], registered: frozenset[int], workers_of: Callable[[Process], bool]
-) -> list[Process]:
-    """Processes that can't do their part: not running, or workers that the broker doesn't have yet."""
+def absent(processes: Sequence[Process], registered: frozenset[int] | None) -> list[Process]:
+    """Processes that can't do their part: not running, or workers that the broker doesn't have yet.
+
+    Args:
+        processes: all that supervisord has.
+        registered: pids of the workers that the broker has; None if it can't be asked.
+    """
     return [
-        process
-        for process in processes
-        if process.state != HEALTHY or (workers_of(process) and process.pid not in registered)
+        p
+        for p in processes
+        if p.state != HEALTHY or (p.is_worker and registered is not None and p.pid not in registered)
     ]
 
 
