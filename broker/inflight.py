@@ -52,6 +52,7 @@ class Job:
     dispatches: int = 0
     deaths: int = 0  # workers that went down with it, one after the other, without output between
     deaths_in_all: int = 0
+    quarantined: bool = False  # tried where no other suspect is, so that another death leaves no doubt
     first_started: float | None = None
     tokens: int = 0  # forwarded in this attempt
     size: int = field(default=0)  # bytes kept: request and chunks
@@ -80,19 +81,26 @@ class Job:
         self.tokens += tokens
         self.size += len(chunk)
         self.deaths = 0
+        self.quarantined = False
 
-    def note_death(self) -> None:
-        """Its worker went down with it in hand."""
+    def note_death(self, max_attempts: int) -> None:
+        """Its worker went down with it in hand.
+
+        A stream that was under way goes on at once: most likely it is innocent, and its reader waits. One
+        that had said nothing yet, or has said nothing since the last death either, goes into quarantine.
+        """
         self.deaths += 1
         self.deaths_in_all += 1
+        self.quarantined = self.tokens == 0 or self.deaths >= max_attempts
 
-    def is_poison(self, max_attempts: int) -> bool:
-        """Whether it has brought down as many workers as it may.
+    def is_poison(self, max_attempts: int, *, alone: bool) -> bool:
+        """Whether it has brought down as many workers as it may; `alone`: no other suspect was there.
 
         Output clears a request of its last death: a worker that is killed for other reasons, twice, must
         not fail it. So that this can't go on for ever, a multiple of the bound holds for all deaths.
         """
-        return self.deaths >= max_attempts or self.deaths_in_all >= POISON_FACTOR * max_attempts
+        certain = self.deaths >= max_attempts and alone
+        return certain or self.deaths > max_attempts or self.deaths_in_all >= POISON_FACTOR * max_attempts
 
     def move(self, state: State) -> None:
         """Change the state.

@@ -111,14 +111,14 @@ class Lifecycle:
     def dispatch(self, model: str, now: float) -> None:
         """Hand out what waits for a model while a worker has a free slot."""
         workers, queue = self.catalogue.workers_of(model), self.queues.get(model)
-        suspects = True
-        while queue and workers and (job := queue.first(suspects=suspects)) is not None:
+        quarantined = True
+        while queue and workers and (job := queue.first(quarantined=quarantined)) is not None:
             worker = choose(workers.values(), job, self.settings.affinity_tokens)
             if worker is not None:
                 self._unqueue(job)
                 self._start(job, worker, now)
-            elif job.suspect:
-                suspects = False  # each worker has one in hand already: the others needn't wait for them
+            elif job.quarantined and quarantined:
+                quarantined = False  # every worker has suspects in hand: the others needn't wait for them
             else:
                 return
 
@@ -180,14 +180,19 @@ class Lifecycle:
         worker.move(WorkerState.GONE)
         self.catalogue.leave(worker, now)
         if blame:
-            for job in jobs:
-                job.note_death()
-        poison = [job for job in jobs if blame and job.is_poison(self.settings.max_attempts)]
-        for job in poison:
-            text = f"the request brought down {job.deaths_in_all} workers; it isn't tried again"
-            self.fail(job, RequestFailed(text), now, stop_worker=False)
+            self._end_poison(worker, jobs, now)
         self.take_back([job for job in jobs if job.state is State.RUNNING], now)
         del self.workers[worker.identity]
+
+    def _end_poison(self, worker: Worker, jobs: Sequence[Job], now: float) -> None:
+        """Count the worker's death against what it had in hand, and end what has had too many."""
+        suspects, limit = set(worker.suspects), self.settings.max_attempts
+        for job in jobs:
+            job.note_death(limit)
+        for job in jobs:
+            if job.is_poison(limit, alone=suspects <= {job.work_id}):
+                text = f"the request brought down {job.deaths_in_all} workers; it isn't tried again"
+                self.fail(job, RequestFailed(text), now, stop_worker=False)
 
     # ── → ended ──────────────────────────────────────────────────────────────────────────────────
 

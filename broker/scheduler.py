@@ -170,7 +170,7 @@ class Scheduler:
         worker.heard = now
         match message:
             case p.Chunks():
-                self._on_chunks(worker, message, body)
+                self._on_chunks(worker, message, body, now)
             case p.Done():
                 self._on_done(worker, message, body, now)
             case p.Failed():
@@ -247,7 +247,7 @@ class Scheduler:
             self.life.say(worker.identity, p.Drain(grace_ms=0))
             self.life.lose(worker, f"no step in {self.settings.stall_s:g} s with work in hand", now)
 
-    def _on_chunks(self, worker: Worker, message: p.Chunks, body: Sequence[bytes]) -> None:
+    def _on_chunks(self, worker: Worker, message: p.Chunks, body: Sequence[bytes], now: float) -> None:
         """File one step's output and regroup it: one message for each client that streams."""
         ids, tokens = message.ids, message.tokens or [0] * len(message.ids)
         if not len(ids) == len(body) == len(tokens):
@@ -255,6 +255,7 @@ class Scheduler:
             self.on_malformed("worker", worker.identity, ProtocolError(wrong))
             return
         grouped: dict[tuple[bytes, bool], tuple[list[str], list[bytes]]] = {}
+        suspects = bool(worker.suspects)
         in_hand = worker.jobs
         for id, frame, count in zip(ids, body, tokens, strict=True):
             job = in_hand.get(id)
@@ -275,6 +276,8 @@ class Scheduler:
         self.metrics.tokens += made
         for (identity, delimited), (names, frames) in grouped.items():
             self.life.tell(identity, p.Chunks(ids=names), frames, delimited)
+        if suspects and not worker.suspects:
+            self.life.dispatch_for(worker, now)  # what is in quarantine may have waited for this
 
     def _on_done(self, worker: Worker, message: p.Done, body: Sequence[bytes], now: float) -> None:
         job = worker.jobs.get(message.id)

@@ -79,13 +79,13 @@ class Waiting:
     """Requests that wait for one model.
 
     Those that were begun before go ahead of all others, in the order of their arrival at the broker: first
-    the suspects, whose worker died with them in hand, then those that a worker handed back.
+    those that only go on, then those in quarantine, which may have to wait for a worker without suspects.
     """
 
     def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
-        self._suspects = _ByAge()
-        self._handed_back = _ByAge()
+        self._going_on = _ByAge()
+        self._quarantined = _ByAge()
         self._classes: dict[int, _Class] = {}
         self.count = 0
         self.bytes = 0
@@ -96,7 +96,7 @@ class Waiting:
     def add(self, job: Job) -> None:
         """Put a new request at the end of its tenant's line, or one that was begun at the head."""
         if job.begun:
-            (self._suspects if job.suspect else self._handed_back).add(job)
+            (self._quarantined if job.quarantined else self._going_on).add(job)
         else:
             level = job.submit.priority
             if level not in self._classes:
@@ -105,10 +105,11 @@ class Waiting:
             self._classes[level].add(job)
         self._count(job, 1)
 
-    def first(self, *, suspects: bool = True) -> Job | None:
-        """The request that is due; it stays until `remove`. Suspects are passed over unless asked for."""
-        job = self._suspects.first() if suspects else None
-        job = job or self._handed_back.first()
+    def first(self, *, quarantined: bool = True) -> Job | None:
+        """The request that is due; it stays until `remove`. Those in quarantine may be passed over."""
+        job = self._going_on.first()
+        if job is None and quarantined:
+            job = self._quarantined.first()
         if job is not None:
             return job
         for line in self._classes.values():
@@ -120,7 +121,7 @@ class Waiting:
     def remove(self, job: Job) -> None:
         """Take a request out, from wherever it waits."""
         if job.begun:
-            (self._suspects if job.suspect else self._handed_back).remove(job)
+            (self._quarantined if job.quarantined else self._going_on).remove(job)
         else:
             level = job.submit.priority
             self._classes[level].remove(job)
@@ -140,12 +141,9 @@ class Waiting:
 
     def oldest(self) -> float | None:
         """When the first that waits arrived. O(tenants)."""
-        lines = (line for level in self._classes.values() for line in level.tenants.values())
-        firsts = [
-            self._suspects.first(),
-            self._handed_back.first(),
-            *(next(iter(ln.values())) for ln in lines),
-        ]
+        firsts = [self._going_on.first(), self._quarantined.first()]
+        for level in self._classes.values():
+            firsts += [next(iter(line.values())) for line in level.tenants.values()]
         return min((job.arrived for job in firsts if job is not None), default=None)
 
     def by_tenant(self) -> dict[str, int]:
@@ -159,7 +157,7 @@ class Waiting:
         return counts
 
     def _begun(self) -> list[Job]:
-        return [*self._suspects.jobs.values(), *self._handed_back.jobs.values()]
+        return [*self._going_on.jobs.values(), *self._quarantined.jobs.values()]
 
     def _count(self, job: Job, sign: int) -> None:
         self.count += sign

@@ -45,7 +45,7 @@ class Worker:
         self.leaving = False  # it was told to go, or began to hand back: it doesn't come back to work
         self.jobs: dict[str, Job] = {}  # by work id
         self.cost = 0  # outstanding tokens, estimated
-        self.suspects: set[str] = set()  # work ids of suspects in hand: one at the most, or guilt is unclear
+        self.suspects: set[str] = set()  # work ids of what may have brought its last worker down
         self.heard = now
         self.beat = WorkerBeat(session="")
         self.stepped = now  # when the step counter last moved, or work first came
@@ -120,7 +120,9 @@ def choose(workers: Iterable[Worker], job: Job, margin: int) -> Worker | None:
     The one that knows most of its prefix, unless it has over `margin` tokens more in hand than the
     least loaded; else the least loaded.
     """
-    free = [worker for worker in workers if worker.free_slots > 0 and not (job.suspect and worker.suspects)]
+    free = [
+        worker for worker in workers if worker.free_slots > 0 and not (job.quarantined and worker.suspects)
+    ]
     if len(free) <= 1:
         return free[0] if free else None
     idlest = min(free, key=lambda worker: (worker.cost, len(worker.jobs), worker.registered))
