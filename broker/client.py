@@ -32,6 +32,7 @@ from broker.wire import open_dealer
 
 TIMEOUT_S: Final = 300.0
 TICK_S: Final = 0.25
+RECEIVE_S: Final = 0.005  # of reading in a row
 BUFFERED_CHUNKS: Final = 10_000  # of one stream that its reader hasn't taken yet
 
 T = TypeVar("T")
@@ -609,8 +610,12 @@ class _Whole:
 
 
 def _receive(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
-    """Read all that has come. What can't be decoded is dropped: the call's own timeout covers it."""
-    while not socket.closed:
+    """Read what has come, for `RECEIVE_S` at the most: others wait for this thread, or this loop, too.
+
+    What can't be decoded is dropped: the call's own timeout covers it.
+    """
+    until = now + RECEIVE_S
+    while not socket.closed and time.monotonic() < until:
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

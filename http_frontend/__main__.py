@@ -8,16 +8,17 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
+import zmq
 import zmq.asyncio
 
-from broker import addresses, options
+from broker import addresses, curve, options
 from broker.client import AsyncClient
-from broker.curve import KeysMissing
 from broker.lifeline import end_with_supervisor
 from broker.logs import Log
 from http_frontend.broker_scrape import broker_text
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
         keys = _keys(settings)
         tls = _tls(settings)
         broker_at = addresses.address("clients", settings.clients, settings.run_dir)
+        _check_address(broker_at, settings.curve_keys)
         addresses.make_run_dir(settings.run_dir)
         sock = bind(settings.host, settings.port, reuse_port=settings.reuse_port)
     except _Unsafe as problem:
@@ -60,10 +62,7 @@ def main(argv: list[str]) -> int:
         where = f"{settings.host}:{settings.port}"
         return _say(f"can't listen on {where}: {problem.strerror or problem}", EXIT_ADDRESS)
     with sock:
-        try:
-            return uvloop.run(_serve(settings, keys, tls, sock, broker_at))
-        except KeysMissing as problem:
-            return _say(problem, EXIT_USAGE)
+        return uvloop.run(_serve(settings, keys, tls, sock, broker_at))
 
 
 class _Unsafe(Exception):
@@ -87,6 +86,16 @@ def _keys(settings: FrontendSettings) -> Keys | None:
     if not is_loopback(settings.host):
         raise _Unsafe(f"{settings.host} can be reached by others: it needs --api-keys")
     return None
+
+
+def _check_address(broker_at: str, curve_keys: str) -> None:
+    """Find out now, not at the first request, whether the broker may be talked to.
+
+    Raises:
+        curve.KeysMissing: its address needs keys, or they aren't there.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as probe:
+        curve.connect(probe, broker_at, curve_keys)
 
 
 def _tls(settings: FrontendSettings) -> ssl.SSLContext | None:
@@ -138,17 +147,15 @@ async def _serve(
 
 
 def _wire(settings: FrontendSettings, keys: Keys | None, pool: AsyncClient, log: Log) -> Frontend:
-    loop = asyncio.get_running_loop()
     return Frontend(
         settings=settings,
         log=log,
         access=AccessLog("frontend", settings.log_level),
         pool=pool,
-        catalogue=Catalogue(lambda: pool.models(REFRESH_S), loop.time, log),
+        catalogue=Catalogue(lambda: pool.models(REFRESH_S), time.monotonic, log),
         keys=keys,
         hosts=Hosts(settings.allowed_hosts, loopback=is_loopback(settings.host)),
         origins=Origins(settings.cors_origins),
-        clock=loop.time,
     )
 
 

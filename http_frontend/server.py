@@ -19,6 +19,7 @@ from http_frontend.replies import Reply, header_lines, status_line
 
 BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # an unread body is read and thrown away for so long, so that its answer arrives
+SEND_BUFFER_BYTES: Final = 256 * 1024  # in the kernel, which would give a slow reader 4 MiB by itself
 POLL_S: Final = 0.02
 
 
@@ -30,6 +31,9 @@ class Connection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it when there are too many."""
         super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if self.server.full:
             body = answer_to(HttpError(503, "too_many_connections", "Too many connections.")).body()
             head = b"Content-Type: application/json\r\nContent-Length: %d\r\nRetry-After: 1\r\n" % len(body)

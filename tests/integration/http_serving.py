@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+from openai import AsyncOpenAI
 
 from tests.pool import Pool, running_pool, wait_for
 
@@ -68,9 +69,9 @@ class HttpPool:
         """OpenAI's own client; close it."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, **options)
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
         """Its async twin; close it."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, **options)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, **options)
 
     def running(self) -> int:
         """Requests that workers have in hand."""

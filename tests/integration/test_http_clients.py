@@ -301,6 +301,10 @@ def test_one_scrape_has_frontend_broker_and_workers(served: HttpPool) -> None:
 
 def test_not_given_is_absent(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(
-        model="scripted", messages=HI, max_tokens=2, temperature=NOT_GIVEN, stop=NOT_GIVEN
+        model="scripted",
+        messages=HI,
+        max_tokens=2,
+        temperature=NOT_GIVEN,
+        stop=NOT_GIVEN,  # type: ignore[call-overload]
     )
     assert KEY
