@@ -9,22 +9,20 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from broker.errors import InternalError, LoadOnceError, OutOfMemory
+from broker.errors import InternalError, InvalidRequest, LoadOnceError
 from broker.logs import Log
-from broker.protocol import Chunk, encode
+from broker.protocol import MAX_FRAME_BYTES, Chunk, encode
 
 from . import logprobs
 from .exchange import Command, Counters, Emit, EngineDied, HandBack, Quit, Run, StepOutput, Stop
+from .faults import FaultFinder, brief, fault, unforeseen
 from .intake import Answer, Intake, outcome
 from .pages import Pages
 from .sampler import Sampled, Sampler
-from .scheduler import Row, Scheduler
+from .scheduler import Scheduler
 from .sequence import Ending, Sequence
 from .settings import WorkerSettings
 
@@ -36,21 +34,6 @@ if TYPE_CHECKING:
 _INTAKE_S: Final = 0.02
 #: After so long without work the accounts are checked, once.
 _IDLE_CHECK_S: Final = 1.0
-#: So many steps in a row in which every row fails mean that it isn't the requests.
-_HOPELESS_STEPS: Final = 3
-
-
-class EngineBroken(Exception):  # noqa: N818 - what it means is in its sentence
-    """No request is to blame, and going on is no use."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """Why a row could not be computed; unexplained is what nobody had foreseen."""
-
-    sequence: Sequence
-    problem: LoadOnceError
-    explained: bool = True
 
 
 class Engine:
@@ -83,24 +66,24 @@ class Engine:
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self.counters = Counters(kv_pages_total=runner.pages_total)
         self.context = min(loaded.context, runner.pages_total * runner.page_tokens)
-        self._runner = runner
-        self._sampler = sampler or Sampler(loaded.device, loaded.vocab)
         self._emit = emit
         self._log = log
         self._intake = Intake(loaded, self.context)
         self._texts = logprobs.TokenTexts(loaded.tokenizer)
         pages = Pages(runner.pages_total, runner.page_tokens, prefix_cache=settings.prefix_cache)
         self._scheduler = Scheduler(pages, slots=settings.slots, step_tokens=settings.step_tokens)
+        sampler = sampler or Sampler(loaded.device, loaded.vocab)
+        self._fault_finder = FaultFinder(runner, sampler, self._scheduler, self._texts, log)
         self._in_hand: dict[str, Sequence] = {}
         self._output = StepOutput()
         self._in_step: tuple[str, ...] = ()  # to blame if the step is the last one
-        self._hopeless_steps = 0
 
     def run(self) -> None:
         """Serve until `Quit`. If it can't go on: hands back what it has, says `EngineDied`, returns."""
         # The model's objects stay: without this, a full collection would stop all streams to look at them.
         gc.collect()
         gc.freeze()
+        self._warm_up()
         try:
             while self._receive():
                 self.step()
@@ -113,11 +96,21 @@ class Engine:
         step = self._scheduler.schedule()
         self._in_step = tuple(row.sequence.id for row in step.rows)
         if step.rows:
-            for row, sampled in self._compute(step.rows):
+            results, faults = self._fault_finder.run(step.rows)
+            for found in faults:
+                self._fail(found.sequence, found.problem)
+            for row, sampled in results:
                 self._postprocess(row.sequence, sampled)
             self._count(step.begun, step.preempted)
         self._in_step = ()
         self._tell()
+
+    def _warm_up(self) -> None:
+        """Have the first grammar's cost paid before anybody streams."""
+        try:
+            self._intake.warm_up()
+        except Exception as problem:  # noqa: BLE001 - requests with a grammar will fail, the others won't
+            self._log.warning("grammars can't be used with this tokenizer", reason=brief(problem))
 
     # ── receive ──────────────────────────────────────────────────────────────────────────────────
 
@@ -156,21 +149,36 @@ class Engine:
         self._forget(command.id)
         try:
             accepted = self._intake.accept(command)
-        except LoadOnceError as problem:
-            self._output.failed.append((command.id, problem))
-        except Exception as problem:  # noqa: BLE001 - one request's fault must not be the others'
-            self._output.failed.append((command.id, self._unexpected(command.request_id, problem)))
-        else:
             if isinstance(accepted, Answer):
                 self._answer(command.id, accepted)
             else:
                 self._in_hand[command.id] = accepted
                 self._scheduler.add(accepted)
+        except LoadOnceError as problem:
+            self._output.failed.append((command.id, problem))
+        except Exception as problem:  # noqa: BLE001 - one request's fault must not be the others'
+            self._output.failed.append((command.id, unforeseen(command.request_id, problem, self._log)))
 
     def _answer(self, id: str, answer: Answer) -> None:
         if answer.chunk is not None:
-            self._output.chunks.append((id, encode(answer.chunk), len(answer.chunk.token_ids)))
+            self._say(id, answer.chunk)
         self._output.finished.append((id, encode(answer.outcome)))
+
+    def _say(self, id: str, chunk: Chunk) -> None:
+        """Put a chunk into the step's output.
+
+        Raises:
+            InvalidRequest: it is too long for a frame; ZeroMQ would cut the worker off for it.
+        """
+        frame = encode(chunk)
+        if len(frame) > MAX_FRAME_BYTES:
+            what = "prompt" if chunk.prompt_logprobs is None else "prompt_logprobs"
+            raise InvalidRequest(
+                f"{what}: the answer would have a piece of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
+                " can be sent",
+                param=what,
+            )
+        self._output.chunks.append((id, frame, len(chunk.token_ids)))
 
     def _forget(self, id: str) -> None:
         sequence = self._in_hand.pop(id, None)
@@ -182,85 +190,6 @@ class Engine:
             self._forget(id)
             self._output.handed_back.append(id)
 
-    # ── run ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _compute(self, rows: list[Row]) -> list[tuple[Row, Sampled]]:
-        """Run the model and the sampler over the rows, in pieces if memory is short.
-
-        A row whose own fault stops it has failed and is not in the result; nor is one that samples nothing.
-
-        Raises:
-            EngineBroken: every row fails, again and again or all at once.
-        """
-        faults: list[_Fault] = []
-        results: list[tuple[Row, Sampled]] = []
-        for piece in _pieces(rows, self._scheduler.budget):
-            results += self._attempt(piece, faults)
-        hopeless = sum(not fault.explained for fault in faults) == len(rows)
-        self._hopeless_steps = self._hopeless_steps + 1 if hopeless else 0
-        if hopeless and (len(rows) > 1 or self._hopeless_steps >= _HOPELESS_STEPS):
-            raise EngineBroken(f"all of {len(rows)} rows fail, step {self._hopeless_steps} of such")
-        for fault in faults:
-            self._fail(fault.sequence, fault.problem)
-        return results
-
-    def _attempt(
-        self, rows: list[Row], faults: list[_Fault], *, last: bool = False
-    ) -> list[tuple[Row, Sampled]]:
-        """Compute rows; if that fails, halves of them, until the guilty row is alone.
-
-        Computing a row again writes the same keys and values to the same places, so trying again is safe.
-        """
-        try:
-            return self._forward(rows)
-        except Exception as problem:  # noqa: BLE001 - looks for the row at fault
-            if _is_fatal(problem):
-                raise
-            starved = _is_out_of_memory(problem)
-            self._log.warning("step failed", rows=len(rows), starved=starved, reason=_brief(problem))
-            if len(rows) == 1 and not starved:
-                faults.append(self._fault(rows[0].sequence, problem))
-                return []
-        # Out of the handler, or its traceback would keep the failed step's tensors alive.
-        if starved:
-            _free_memory()
-            self._scheduler.shrink()
-        if len(rows) > 1:
-            half = len(rows) // 2
-            return self._attempt(rows[:half], faults) + self._attempt(rows[half:], faults)
-        row = rows[0]
-        if row.tokens > 1:
-            return self._attempt([Row(row.sequence, row.tokens // 2, samples=False)], faults)
-        if not last:
-            return self._attempt(rows, faults, last=True)  # now that memory was freed
-        faults.append(_Fault(row.sequence, OutOfMemory("The device has no memory left for this request.")))
-        return []
-
-    @torch.inference_mode()
-    def _forward(self, rows: list[Row]) -> list[tuple[Row, Sampled]]:
-        wishes = [number for number, row in enumerate(rows) if row.sequence.wants_prompt_logits]
-        if wishes:
-            logits, prompts = self._runner.forward_with_prompts(rows, wishes)
-            for number in wishes:
-                self._note_prompt(rows[number], prompts[number])
-        else:
-            logits = self._runner.forward(rows)
-        sampling = [row for row in rows if row.samples]
-        sampled = self._sampler.sample(logits, [row.sequence for row in sampling]) if sampling else []
-        for row in rows:
-            self._scheduler.computed(row)
-        self._scheduler.went_well()
-        return list(zip(sampling, sampled, strict=True))
-
-    def _note_prompt(self, row: Row, logits: torch.Tensor) -> None:
-        """Collect the log-probabilities of the prompt tokens that follow the row's."""
-        sequence, first = row.sequence, row.sequence.computed + 1
-        rivals = sequence.params.prompt_logprobs
-        assert rivals is not None, f"{sequence.id} wants no log-probabilities of its prompt"
-        next_ids = sequence.token_ids[first : min(first + row.tokens, sequence.prompt_tokens)]
-        known = (sequence.prompt_logprobs or [None])[:first]  # after preemption: from the beginning again
-        sequence.prompt_logprobs = known + logprobs.of_prompt(self._texts, logits, next_ids, rivals)
-
     # ── postprocess ──────────────────────────────────────────────────────────────────────────────
 
     def _postprocess(self, sequence: Sequence, sampled: Sampled) -> None:
@@ -270,7 +199,7 @@ class Engine:
         try:
             self._take(sequence, sampled)
         except Exception as problem:  # noqa: BLE001 - one request's fault must not be the others'
-            self._fail(sequence, self._fault(sequence, problem).problem)
+            self._fail(sequence, fault(sequence, problem, self._log).problem)
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> None:
         """The drawn token becomes a chunk, and maybe the end."""
@@ -288,7 +217,7 @@ class Engine:
                 ]
         if not sequence.opened:
             self._intake.opening(sequence, chunk)
-        self._output.chunks.append((sequence.id, encode(chunk), len(chunk.token_ids)))
+        self._say(sequence.id, chunk)
         if ending is not None:
             self._output.finished.append((sequence.id, encode(outcome(sequence, ending))))
             self._forget(sequence.id)
@@ -297,15 +226,6 @@ class Engine:
         self._output.failed.append((sequence.id, problem))
         del self._in_hand[sequence.id]
         self._scheduler.remove(sequence, tainted=tainted)
-
-    def _fault(self, sequence: Sequence, problem: Exception) -> _Fault:
-        if isinstance(problem, LoadOnceError):
-            return _Fault(sequence, problem)
-        return _Fault(sequence, self._unexpected(sequence.request_id, problem), explained=False)
-
-    def _unexpected(self, request_id: str, problem: Exception) -> InternalError:
-        self._log.error("request failed", exc=problem, id=request_id)
-        return InternalError("The worker failed on this request.")
 
     # ── emit ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,41 +250,9 @@ class Engine:
         suspects = tuple(id for id in self._in_step if id in self._in_hand)
         self._output.handed_back += [id for id in self._in_hand if id not in suspects]
         self._in_hand.clear()
+        while (command := self._next()) is not None:
+            if isinstance(command, Run):
+                self._output.handed_back.append(command.id)
         if self._output:
             self._emit(self._output)
-        self._emit(EngineDied(_brief(problem), suspects))
-
-
-def _pieces(rows: list[Row], budget: int) -> list[list[Row]]:
-    """Rows in groups of at most `budget` tokens. One group, unless the budget was cut for want of memory."""
-    pieces: list[list[Row]] = []
-    left = 0
-    for row in rows:
-        if not pieces or row.tokens > left:
-            pieces.append([])
-            left = budget
-        pieces[-1].append(row)
-        left -= row.tokens
-    return pieces
-
-
-def _is_out_of_memory(problem: Exception) -> bool:
-    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch's CPU allocator has no exception of its own.
-    return isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
-
-
-def _is_fatal(problem: Exception) -> bool:
-    """A CUDA context doesn't survive these: device asserts, illegal addresses, a lost device."""
-    return isinstance(problem, torch.AcceleratorError) or "CUDA error" in str(problem)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _brief(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".split("\n", 1)[0][:300]
+        self._emit(EngineDied(brief(problem), suspects))

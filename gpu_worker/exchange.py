@@ -65,8 +65,9 @@ class StepOutput:
 class EngineDied:
     """The last word of the engine thread; the process is to exit non-zero.
 
-    What was not in the fatal step has been handed back before. The suspects have not: they end with the
-    process, so that the broker counts the attempt against them and a poison pill meets its limit.
+    What it had in hand or in its inbox, and was not in the fatal step, has been handed back before. The
+    suspects have not: they end with the process, so that the broker counts the attempt against them and a
+    poison pill meets its limit.
     """
 
     reason: str
@@ -96,6 +97,7 @@ class ModelThread(Protocol):
 
     inbox: SimpleQueue[Command]
     counters: Counters
+    context: int  # longest prompt + output that it accepts, in tokens; may be less than the model's
 
     def run(self) -> None:
         """Serve until `Quit`, in the calling thread. Says `EngineDied` last if it can't go on."""

@@ -101,6 +101,10 @@ class Intake:
             return self._echo_only(sequence)
         return sequence
 
+    def warm_up(self) -> None:
+        """Compile a grammar: the first one costs a second with a large vocabulary."""
+        self._grammars.compile(protocol.Grammar("regex", "a"))
+
     def opening(self, sequence: Sequence, chunk: Chunk) -> None:
         """Put what only the first chunk carries into `chunk`: the echo and the prompt's log-probabilities."""
         sequence.opened = True

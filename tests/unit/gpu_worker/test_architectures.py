@@ -203,7 +203,7 @@ def test_c52_out_of_memory_in_the_real_runner_is_retried(monkeypatch: pytest.Mon
     expected = [heard.token_ids for heard in run_joining(bench(llama()), requests)]
     engine = bench(llama())
     fails_above(monkeypatch, engine.runner, tokens=12)
-    monkeypatch.setattr("gpu_worker.engine._free_memory", lambda: None)  # it takes a while, and often
+    monkeypatch.setattr("gpu_worker.faults._free_memory", lambda: None)  # it takes a while, and often
     assert [heard.token_ids for heard in run_joining(engine, requests)] == expected
 
 

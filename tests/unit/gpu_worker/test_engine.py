@@ -283,7 +283,7 @@ def test_a_continuation_from_any_cut_gives_the_same_text(cut: int, params: dict[
     slots=st.integers(1, 5),
     step_tokens=st.sampled_from([16, 64]),
 )
-@patch("gpu_worker.engine._free_memory", lambda: None)  # collecting garbage takes a while
+@patch("gpu_worker.faults._free_memory", lambda: None)  # collecting garbage takes a while
 def test_whatever_happens_around_it_a_request_gets_its_own_text(
     requests: list[tuple[int, str, int, str]], pages: int, slots: int, step_tokens: int
 ) -> None:
@@ -348,7 +348,7 @@ def test_a_row_of_nan_fails_alone_and_nobody_shares_its_pages() -> None:
             logits[torch.tensor(sick)] = float("nan")
             return bench_sampler.sample(logits, sequences)
 
-    bench_sampler = Bench(sampler=None).engine._sampler
+    bench_sampler = Bench(sampler=None).engine._fault_finder._sampler
     bench = Bench(FakeRunner(next_token), sampler=NanSampler())
     good, bad = bench.submit("good", id="good"), bench.submit("bad request", id="bad")
     bench.finish()
@@ -415,6 +415,20 @@ def test_c52_only_the_request_that_never_fits_fails_and_the_next_one_works() -> 
     assert isinstance(bad.error, OutOfMemory)
     assert good.text == expected("good", 8)
     assert bench.ask("next", id="next").text == expected("next", 8)
+
+
+def test_an_answer_too_long_for_a_frame_is_refused_before_zeromq_cuts_the_worker_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpu_worker.engine.MAX_FRAME_BYTES", 1000)
+    bench = Bench()
+    long = bench.submit("x" * 60, id="long", prompt_logprobs=5)
+    good = bench.submit("good", id="good")
+    many = bench.submit(id="many", request=Request(prompt="y" * 2000, task="tokenize"))
+    bench.finish()
+    assert isinstance(long.error, InvalidRequest) and long.error.param == "prompt_logprobs"
+    assert isinstance(many.error, InvalidRequest) and many.error.param == "prompt"
+    assert good.text == expected("good", 8)
 
 
 def test_a_device_assert_ends_the_thread_and_hands_back_who_is_not_suspect() -> None:
