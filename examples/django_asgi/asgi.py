@@ -1,0 +1,10 @@
+"""What the ASGI server loads."""
+
+from __future__ import annotations
+
+import os
+
+from django.core.asgi import get_asgi_application
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "examples.django_asgi.settings")
+application = get_asgi_application()
