@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from broker import protocol as p
 from broker.addresses import address
 from broker.errors import InternalError, LoadOnceError
+from broker.lifeline import end_with_supervisor
 
 WORDS = 1_000
 ORDER = re.compile(r"@(crash|hang|fail|say)=(\S+)")
@@ -234,6 +235,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
+    end_with_supervisor()
     worker.run()
 
 
