@@ -72,11 +72,12 @@ class Intake:
     def __init__(self, loaded: LoadedModel, context: int) -> None:
         self._tokenizer: Any = loaded.tokenizer
         self._vocab = loaded.vocab
-        self._eos_ids = loaded.eos_ids
+        # Some configurations name ids that the model has no logit for.
+        self._eos_ids = frozenset(id for id in loaded.eos_ids if 0 <= id < loaded.vocab)
         self._defaults = loaded.defaults
         self._context = context
         self._prompts = Prompts(loaded.tokenizer, loaded.config)
-        self._grammars = Grammars(loaded.tokenizer, loaded.vocab, loaded.eos_ids)
+        self._grammars = Grammars(loaded.tokenizer, loaded.vocab, self._eos_ids)
         self._longest_token = max(map(len, loaded.tokenizer.get_vocab()))
 
     def accept(self, command: exchange.Run) -> Sequence | Answer:

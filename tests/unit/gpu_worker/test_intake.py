@@ -208,6 +208,11 @@ def test_c39_eos_ids_of_both_sources_end_a_request() -> None:
     assert sequence(intake).params.ending_ids == {EOS, END_OF_TURN}
 
 
+def test_an_eos_id_that_the_model_has_no_logit_for_is_left_out() -> None:
+    intake = Intake(loaded(eos_ids=frozenset({EOS, VOCAB})), CONTEXT)
+    assert sequence(intake).params.ending_ids == {EOS}
+
+
 def test_a_request_without_a_seed_gets_the_same_one_everywhere(intake: Intake) -> None:
     other = Intake(loaded(), CONTEXT)
     request = Request(prompt="a")
