@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -196,7 +196,7 @@ class Bench:
         model: LoadedModel | None = None,
         **settings: Any,
     ) -> None:
-        self.runner: Any = runner or FakeRunner()
+        self.runner = cast(Any, runner or FakeRunner())
         self.log = io.StringIO()
         self.heard: dict[str, Heard] = {}
         self.stopped: dict[str, Heard] = {}
