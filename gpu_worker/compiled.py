@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from . import native
 from .attention import LayerPlan, PagedInput, cpu, plug_in
+from .linears import Nf4Linear, Nf4Shape, nf4_shapes, use_kernels
 
 #: Raised when what the library expects of its caller changes.
 _VERSION: Final = 1
@@ -47,6 +48,7 @@ class Job(msgspec.Struct, frozen=True):
     config: str  # JSON
     dtype: str  # such as bfloat16
     dtypes: dict[str, str]  # of each weight and buffer
+    nf4: dict[str, Nf4Shape]  # the model's 4-bit layers
     layers: list[LayerPlan]
     page_tokens: int
     selects: bool  # the model's forward takes `logits_to_keep`
@@ -77,6 +79,11 @@ def job_for(
     """
     if getattr(transformers, type(model).__name__, None) is not type(model):
         raise CompileFailed(f"{type(model).__name__} isn't one of transformers' own models")
+    foreign = {
+        type(module).__name__ for module in model.modules() if "bitsandbytes" in type(module).__module__
+    }
+    if foreign:
+        raise CompileFailed(f"{', '.join(sorted(foreign))} layers")
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     config.pop("_name_or_path", None)
@@ -85,6 +92,7 @@ def job_for(
         config=msgspec.json.encode(config, enc_hook=str).decode(),
         dtype=_name(dtype),
         dtypes={name: _name(tensor.dtype) for name, tensor in _weights(model).items()},
+        nf4=nf4_shapes(model),
         layers=list(layers),
         page_tokens=page_tokens,
         selects=selects,
@@ -224,10 +232,12 @@ def _build(job: Job) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder)
     with transformers.initialization.no_init_weights():
         model = getattr(transformers, job.model_class)._from_config(config, dtype=getattr(torch, job.dtype))
+    for name, shape in job.nf4.items():
+        model.set_submodule(name, Nf4Linear.like(shape))
     for name, tensor in _weights(model).items():
         tensor.data = tensor.data.to(getattr(torch, job.dtypes[name]))
     plug_in(model)
-    cpu.use_linear_kernel(model)
+    use_kernels(model)
     return model.eval()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from broker.logs import Log
 
-from . import batch, compiled, graphs, kv_cache, native, support
+from . import batch, compiled, graphs, kv_cache, linears, native, support
 from .attention import Attend, PagedInput, cpu, gathered, plug_in, varlen
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
@@ -36,7 +36,6 @@ class Runner:
     def __init__(self, loaded: Any, settings: WorkerSettings, log: Log) -> None:
         self._log = log
         self._settings = settings
-        self._quantization: str = getattr(loaded, "quantization", "none")
         self._vocab: int = loaded.vocab
         self._context: int = loaded.context
         self._compiled: compiled.CompiledStep | None = None
@@ -44,6 +43,8 @@ class Runner:
         self._model = loaded.model
         self._device: torch.device = loaded.device
         self._dtype: torch.dtype = loaded.dtype
+        # Before the first forward: at that, bitsandbytes rearranges its weights.
+        self._kernels = self._load_kernels()
         self._layers = support.examine(loaded.model, loaded.context)
         plug_in(loaded.model)
         room = kv_cache.size(loaded, self._layers, settings, log)
@@ -52,7 +53,7 @@ class Runner:
         self._caches = kv_cache.allocate(
             self._layers, room.pages, settings.page_tokens, dtype=loaded.dtype, device=loaded.device
         )
-        self._attend = self._choose_attention(settings)
+        self._attend = self._choose_attention()
         self._selects = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     @torch.inference_mode()
@@ -103,9 +104,6 @@ class Runner:
         if self._attend is varlen.attend:
             self._capture()
         if self._attend is not cpu.attend:
-            return
-        if self._quantization != "none":
-            self._log.info("not compiled", reason=f"{self._quantization} weights")
             return
         try:
             job = self._job()
@@ -169,18 +167,23 @@ class Runner:
         self._compiled = step
         self._log.info("compiled step in use", library=library.name, off=round(off, 5), **fields)
 
-    def _choose_attention(self, settings: WorkerSettings) -> Attend:
+    def _load_kernels(self) -> bool:
+        """On a CPU: have our own kernels, and let the linear layers use them. False: there are none."""
+        if self._device.type != "cpu":
+            return False
+        try:
+            native.load(native.cache_directory(self._settings.cache_dir))
+        except (native.BuildFailed, OSError) as problem:
+            self._log.warning("cpu kernels not built; torch's own operations serve", reason=str(problem))
+            return False
+        self._log.info("cpu kernels", linear_layers=linears.use_kernels(self._model))
+        return True
+
+    def _choose_attention(self) -> Attend:
         """The fastest back end that this device, type and machine have; the choice is logged."""
-        if self._device.type == "cpu":
-            try:
-                native.load(native.cache_directory(settings.cache_dir))
-            except native.BuildFailed as problem:
-                self._log.warning("cpu kernels not built; torch's own operations serve", reason=str(problem))
-                return gathered.attend
-            layers = cpu.use_linear_kernel(self._model)
-            if self._dtype in cpu.DTYPES:
-                self._log.info("attention", backend="cpu kernel", own_linear_layers=layers)
-                return cpu.attend
+        if self._kernels and self._dtype in cpu.DTYPES:
+            self._log.info("attention", backend="cpu kernel")
+            return cpu.attend
         reason = varlen.works(self._layers, self.page_tokens, self._dtype, self._device)
         if reason is None:
             self._log.info("attention", backend="varlen_attn")

@@ -102,6 +102,11 @@ def _register_shapes() -> None:
     def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
+    @torch.library.register_fake("loadonce::linear_nf4")
+    def _linear_nf4(x: Tensor, *rest: object) -> Tensor:
+        columns = rest[-3]
+        return x.new_empty((*x.shape[:-1], columns))
+
     @torch.library.register_fake("loadonce::attend")
     def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
         return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))

@@ -1,0 +1,125 @@
+"""Linear layers on the CPU by our own kernels: bfloat16 ones, and bitsandbytes' 4-bit ones.
+
+Changes a model's layers in place; the weights stay what and where they are. Needs `native.load` before, and
+a processor with bfloat16 dot products; elsewhere nothing is changed.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+
+class Nf4Shape(Struct, frozen=True):
+    """What a 4-bit layer is besides its tensors: as much as another process needs to build one like it."""
+
+    depth: int
+    columns: int
+    block: int  # weights to a scale
+    block2: int  # scales to a scale of scales; 0: scales are float32
+    tensors: dict[str, tuple[str, list[int]]]  # name → type and shape
+
+
+class Nf4Linear(nn.Module):
+    """x · weightᵀ + bias with the weight in bitsandbytes' 4-bit blocks."""
+
+    def __init__(self, shape: Nf4Shape, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.shape = shape
+        for name in ("weight", "absmax", "code", "absmax2", "code2", "offset", "bias"):
+            self.register_buffer(name, tensors.get(name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """bfloat16 [..., depth] → [..., columns]."""
+        return torch.ops.loadonce.linear_nf4(
+            x,
+            self.weight,
+            self.absmax,
+            self.code,
+            self.absmax2,
+            self.code2,
+            self.offset,
+            self.bias,
+            self.shape.columns,
+            self.shape.block,
+            self.shape.block2,
+        )
+
+    @classmethod
+    def like(cls, shape: Nf4Shape) -> Nf4Linear:
+        """One with tensors of the right kind and no values."""
+        return cls(
+            shape,
+            {
+                name: torch.empty(size, dtype=getattr(torch, kind))
+                for name, (kind, size) in shape.tensors.items()
+            },
+        )
+
+
+def use_kernels(model: nn.Module) -> int:
+    """Let `model`'s linear layers compute by our kernels, as far as these can.
+
+    Returns:
+        how many layers were changed; int8 and unusual 4-bit layers stay as they are.
+    """
+    if not torch.ops.loadonce.has_bf16_dot():
+        return 0
+    changed = 0
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16:
+            module.forward = MethodType(_linear, module)
+            changed += 1
+        elif (quantised := _nf4(module)) is not None:
+            model.set_submodule(name, quantised)
+            changed += 1
+    return changed
+
+
+def nf4_shapes(model: nn.Module) -> dict[str, Nf4Shape]:
+    """The 4-bit layers of a changed model, by name."""
+    return {name: module.shape for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
+
+
+def _linear(self: nn.Linear, x: Tensor) -> Tensor:
+    return torch.ops.loadonce.linear(x, self.weight, self.bias)
+
+
+def _nf4(module: nn.Module) -> Nf4Linear | None:
+    """The same layer over the same tensors, if it is a 4-bit one that the kernel can compute."""
+    state: Any = getattr(getattr(module, "weight", None), "quant_state", None)
+    if (
+        type(module).__name__ != "Linear4bit"
+        or state is None
+        or getattr(state, "packing_format_for_cpu", False)
+    ):
+        return None
+    bias, weight = module.bias, module.weight
+    if module.compute_dtype != torch.bfloat16 or state.blocksize % 32 or module.in_features % state.blocksize:
+        return None
+    tensors = {"weight": weight.data, "absmax": state.absmax, "code": state.code}
+    if state.nested:
+        tensors |= {
+            "absmax2": state.state2.absmax,
+            "code2": state.state2.code,
+            "offset": state.offset.view(1),
+        }
+    if bias is not None:
+        tensors["bias"] = bias.data.to(torch.bfloat16)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    return Nf4Linear(
+        Nf4Shape(
+            depth=module.in_features,
+            columns=module.out_features,
+            block=state.blocksize,
+            block2=state.state2.blocksize if state.nested else 0,
+            tensors={
+                name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()
+            },
+        ),
+        tensors,
+    )

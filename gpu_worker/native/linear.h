@@ -1,0 +1,61 @@
+// x · weightᵀ + bias in bfloat16 for some columns of the weight: what `linear` and `linear_nf4` share.
+#pragma once
+
+#include <algorithm>
+
+#include "rows.h"
+
+namespace loadonce {
+
+constexpr int64_t kMostOwnRows = 96;
+constexpr int64_t kBlockBytes = 32 * 1024;  // of weight, so that it stays in the first-level cache
+
+#ifdef LOADONCE_BF16_DOT
+
+inline int64_t block_columns(int64_t depth) {
+  return std::max<int64_t>(kColumns, kBlockBytes / (2 * depth) / kColumns * kColumns);
+}
+
+struct Linear {
+  const bf16_bits* x;
+  const bf16_bits* weight;
+  const bf16_bits* bias;
+  bf16_bits* out;
+  int64_t rows, columns, depth;
+
+  // Columns [begin, end) of all rows; `end - begin` may be any number.
+  void operator()(int64_t begin, int64_t end) const {
+    const int64_t block = block_columns(depth);
+    const int64_t tiles = (rows + kMostRows - 1) / kMostRows;
+    for (int64_t from = begin; from < end; from += block) {
+      const int64_t to = std::min(end, from + block);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
+        // The weight comes from memory once: each tile fetches its share of the next block.
+        Ahead ahead{static_cast<int>(kColumns * t / tiles), static_cast<int>(kColumns * (t + 1) / tiles),
+                    to + block <= end ? block * depth : 0};
+        if (!ahead.distance) ahead.last = ahead.first;
+        for (int64_t column = from; column < to; column += kColumns)
+          some(first, static_cast<int>(last - first), column, std::min<int64_t>(kColumns, to - column), ahead);
+      }
+    }
+  }
+
+  void some(int64_t first, int count, int64_t column, int64_t width, Ahead ahead) const {
+    const bf16_bits* w[kColumns];
+    for (int c = 0; c < kColumns; ++c) w[c] = weight + (column + std::min<int64_t>(c, width - 1)) * depth;
+    float added[kColumns] = {0, 0, 0, 0};
+    if (bias)
+      for (int c = 0; c < width; ++c) added[c] = widen(bias[column + c]);
+    const __m128 shift = _mm_loadu_ps(added);
+    const __mmask8 kept = static_cast<__mmask8>((1u << width) - 1);
+    tile(count, x + first * depth, depth, w, depth, ahead, [&](int r, __m128 sum) {
+      __m128bh narrowed = _mm_cvtneps_pbh(_mm_add_ps(sum, shift));
+      _mm_mask_storeu_epi16(out + (first + r) * columns + column, kept, (__m128i)narrowed);
+    });
+  }
+};
+
+#endif  // LOADONCE_BF16_DOT
+
+}  // namespace loadonce
