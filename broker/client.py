@@ -415,13 +415,13 @@ class AsyncClient:
         self._open()
         seconds = timeout_s if timeout_s is not None else submit.deadline_ms / 1000 or self._timeout_s
         self._calls.submit(submit, request, listener, time.monotonic(), seconds)
-        self._flush()
+        self._pump_soon()
 
     def cancel(self, id: str) -> None:
         """Give a call up; its listener hears nothing more."""
         if self._socket is not None:
             self._calls.cancel(id)
-            self._flush()
+            self._pump_soon()
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
@@ -492,7 +492,7 @@ class AsyncClient:
         loop = self._open()
         heard: asyncio.Future[p.Models] = loop.create_future()
         self._calls.list_models(lambda models: None if heard.done() else heard.set_result(models))
-        self._flush()
+        self._pump_soon()
         try:
             return (await asyncio.wait_for(heard, timeout_s)).models
         except TimeoutError:
@@ -570,21 +570,28 @@ class AsyncClient:
         self._calls.tick(time.monotonic())
         self._pump()
 
-    def _flush(self) -> None:
-        assert self._socket is not None and self._loop is not None
-        _send(self._socket, self._calls)
-        # The descriptor tells of a change once, and sending may have used that up.
-        if not self._pump_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    def _pump_soon(self) -> None:
+        """Send and receive when the loop is through with what it has: many submits, one turn of the pump."""
+        assert self._loop is not None
+        if not self._pump_due:
             self._pump_due = True
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pump_due = False
-        if self._socket is None:
-            return
-        _receive(self._socket, self._calls, time.monotonic())
-        if self._socket is not None:  # a listener may have closed the client
-            self._flush()
+        socket, until = self._socket, time.monotonic() + RECEIVE_S
+        # The descriptor tells of a change once, and sending may use that up: what counts is EVENTS, at the
+        # very end. Asking is cheaper than finding nothing, which raises.
+        while socket is not None:
+            _send(socket, self._calls)
+            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            now = time.monotonic()
+            if now >= until:
+                self._pump_soon()
+                return
+            _receive_one(socket, self._calls, now)
+            socket = self._socket  # a listener may have closed the client
 
 
 class _Whole:
@@ -615,13 +622,13 @@ def _receive(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
     What can't be decoded is dropped: the call's own timeout covers it.
     """
     until = now + RECEIVE_S
-    while not socket.closed and time.monotonic() < until:
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        with contextlib.suppress(ProtocolError):
-            calls.on_message(frames, now)
+    while time.monotonic() < until and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        _receive_one(socket, calls, now)
+
+
+def _receive_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
+    with contextlib.suppress(zmq.Again, ProtocolError):
+        calls.on_message(socket.recv_multipart(zmq.NOBLOCK), now)
 
 
 def _send(socket: zmq.Socket[bytes], calls: Calls) -> None:

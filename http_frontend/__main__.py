@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -38,6 +39,7 @@ EXIT_FILE: Final = 5  # a key file or a certificate can't be used
 EXIT_FAULT: Final = 70  # a part of us has failed; supervisord starts us again
 
 PROG: Final = "python -m http_frontend"
+GC_THRESHOLDS: Final = (20_000, 20, 20)  # Python's own run the collector every few requests
 KEYS_RELOAD_S: Final = 1.0
 
 
@@ -132,6 +134,9 @@ async def _serve(
         background.append(_watched(stop, _reload_keys(keys, log), log))
     host, port = sock.getsockname()[:2]
     log.info("listening", host=host, port=port, tls=tls is not None, broker=broker_at, keys=keys is not None)
+    gc.collect()
+    gc.freeze()  # what is here now stays: the collector needn't walk over it again and again
+    gc.set_threshold(*GC_THRESHOLDS)
     code = await stop
     log.info("stopping", in_hand=frontend.metrics.in_hand)
     await server.drain(settings.drain_grace_s)

@@ -164,6 +164,7 @@ class Job:
         for part in self._parts:
             if part.outcome is None and self._left:
                 self._pool.cancel(part.id)
+        self._parts.clear()  # they know us, and we them: without this only the garbage collector ends it
 
     # ── what the pool says ───────────────────────────────────────────────────────────────────────
 
