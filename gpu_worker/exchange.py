@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Protocol
 
 from broker.errors import LoadOnceError
 
@@ -90,14 +88,3 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-
-
-class ModelThread(Protocol):
-    """What the link needs of whoever owns the model: the batching `Engine`, or `generate` one at a time."""
-
-    inbox: SimpleQueue[Command]
-    counters: Counters
-    context: int  # longest prompt + output that it accepts, in tokens; may be less than the model's
-
-    def run(self) -> None:
-        """Serve until `Quit`, in the calling thread. Says `EngineDied` last if it can't go on."""
