@@ -17,13 +17,14 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from broker import protocol as p
-from broker.errors import DeadlineExceeded, InvalidRequest, LoadOnceError, ProtocolError
+from broker.errors import DeadlineExceeded, InternalError, InvalidRequest, LoadOnceError, ProtocolError
 
 PREFIX_BLOCK_BYTES: Final = 512
 TOKENS_GUESSED: Final = 256  # output of a request that names no max_tokens
 BYTES_PER_TOKEN: Final = 4
 MERGED: Final = 256  # chunks kept as one; with p.MAX_CLIENT_FRAMES, a million tokens can be sent again
 RESEND_S: Final = 1.0  # a gap is answered by one new submit a second, at the most
+INCOMPLETE_AT_MOST: Final = 3
 QUIET_S: Final = 10.0  # a broker silent for so long is pinged more rarely, so that pings don't pile up
 QUIET_PING_S: Final = 5.0
 
@@ -53,7 +54,9 @@ class _Call:
     gives_up: float  # monotonic seconds
     stamp: int  # pings with a greater stamp were sent after the latest submit
     sent: float
+    counted: bool  # its outcome says how many tokens must have come
     tokens: int = 0  # received
+    incomplete: int = 0  # how often it ended with output missing
     chunks: list[bytes] = field(default_factory=list)  # as they came
     merged: list[bytes] = field(default_factory=list)  # what was before these, `MERGED` chunks in each
 
@@ -119,7 +122,8 @@ class Calls:
             self._pinged = self._heard = now
         body = encode_request(request)
         submit = msgspec.structs.replace(submit, deadline_ms=max(1, int(1000 * timeout_s)))
-        call = _Call(submit, body, listener, now + timeout_s, self._stamp, now)
+        counted = request.task == "generate"
+        call = _Call(submit, body, listener, now + timeout_s, self._stamp, now, counted)
         self._calls[submit.id] = call
         self._out.append([p.encode(submit), body])
 
@@ -179,8 +183,8 @@ class Calls:
         if not call.submit.stream:
             for frame in body[1:]:
                 self._on_chunk(message.id, frame, now)
-        if call.tokens != outcome.usage.completion_tokens:
-            self._fill_gap(call, now, force=True)
+        if call.counted and call.tokens != outcome.usage.completion_tokens:
+            self._on_incomplete(call, now)
             return
         del self._calls[message.id]
         call.listener.on_done(message, outcome)
@@ -201,10 +205,19 @@ class Calls:
             if call is not None and message.stamp > call.stamp:
                 self._submit_again(call, now)
 
-    def _fill_gap(self, call: _Call, now: float, *, force: bool = False) -> None:
+    def _fill_gap(self, call: _Call, now: float) -> None:
         """Output is missing: start over from what was received."""
-        if force or now - call.sent >= RESEND_S:
+        if now - call.sent >= RESEND_S:
             self._submit_again(call, now)
+
+    def _on_incomplete(self, call: _Call, now: float) -> None:
+        """It ended, and some of it was lost on the way; more than a few times can't be chance."""
+        call.incomplete += 1
+        if call.incomplete <= INCOMPLETE_AT_MOST:
+            self._submit_again(call, now)
+            return
+        del self._calls[call.submit.id]
+        call.listener.on_failed(InternalError("The answer came with tokens missing, again and again."))
 
     def _submit_again(self, call: _Call, now: float) -> None:
         self.resubmitted += 1

@@ -1,4 +1,4 @@
-"""`python -m gpu_worker`: serve a model. `plan` says what fits without loading it, `check` what works here."""
+"""`python -m gpu_worker`: serve a model. `plan` says what fits, `check` what works on this machine."""
 
 from __future__ import annotations
 

@@ -88,6 +88,9 @@ def load(settings: WorkerSettings, device: torch.device, log: Log) -> LoadedMode
         LoadError: there is no such model, it needs what isn't allowed, or the quantisation doesn't fit
             the device.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the log has lines of its own
     given = settings.model or demo_model()
     began = time.monotonic()
     source, revision = locate(given, settings, log)
@@ -251,6 +254,10 @@ def _convert(gguf: Path, target: Path) -> None:
         )
     except (ValueError, KeyError, OSError) as problem:
         raise LoadError(f"--model: {gguf.name} can't be read: {str(problem).splitlines()[0]}") from None
+    # The weights are plain tensors by now; what says that they came from a GGUF file would forbid saving.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
