@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SOURCES: Final = ("prompt", "token_ids", "messages")
+#: More than a token of usual text has; a text with more than the context times this is looked at first.
+_CHARACTERS_PER_TOKEN: Final = 16
 #: Prompt tokens that the first output tokens are decoded after, for the space between them.
 _TEXT_CONTEXT: Final = 5
 #: Prompt tokens in whose company a completion's first token is decoded.
@@ -78,7 +80,6 @@ class Intake:
         self._context = context
         self._prompts = Prompts(loaded.tokenizer, loaded.config)
         self._grammars = Grammars(loaded.tokenizer, loaded.vocab, self._eos_ids)
-        self._longest_token = max(map(len, loaded.tokenizer.get_vocab()))
 
     def accept(self, command: exchange.Run) -> Sequence | Answer:
         """Decode and check a request, with the chunks that its client already has.
@@ -139,20 +140,25 @@ class Intake:
     # ── prompt ───────────────────────────────────────────────────────────────────────────────────
 
     def _encode(self, request: Request, source: str) -> list[int]:
-        text = request.prompt if request.prompt is not None else ""
-        text += "".join(message.text for message in request.messages or ())
-        least = len(text) // self._longest_token
-        if least > self._context:
-            # Before the tokenizer spends seconds on it.
-            raise ContextTooLong(
-                f"{source}: the prompt has more than {least} tokens, the context is {self._context}",
-                param=source,
-            )
+        self._check_length(request, source)
         token_ids = self._prompts.encode(request)
         if not token_ids:
             raise InvalidRequest(f"{source}: the prompt is empty", param=source)
         self._check_ids(token_ids, source)
         return token_ids
+
+    def _check_length(self, request: Request, source: str) -> None:
+        """Refuse a giant text by its beginning, before the tokenizer spends seconds on all of it."""
+        text = (request.prompt or "") + "".join(message.text for message in request.messages or ())
+        enough = self._context * _CHARACTERS_PER_TOKEN
+        if len(text) <= enough:
+            return
+        least = len(self._tokenizer.encode(text[:enough], add_special_tokens=False))
+        if least > self._context:
+            raise ContextTooLong(
+                f"{source}: the prompt has more than {least} tokens, the context is {self._context}",
+                param=source,
+            )
 
     def _check_ids(self, token_ids: Items[int], field: str) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from broker.errors import OutOfMemory
-from broker.protocol import Chunk
+from broker.protocol import Chunk, Grammar
 from gpu_worker.loading import LoadedModel
 from gpu_worker.runner import Runner
 
@@ -145,25 +145,45 @@ def test_preemption_under_page_pressure_gives_the_same_tokens() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("cut", range(0, 13, 2))
-def test_a_continuation_from_any_cut_gives_the_same_text(cut: int) -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
+        {"logit_bias": [(65, 9.0), (66, 9.0)], "stop": ["ABBA", "BAB"]},
+        {"min_tokens": 8, "stop_token_ids": list(range(100))},
+        {"grammar": Grammar("regex", "([a-c]{2,3}-)+[0-9]{4}")},
+        {"echo": True, "prompt_logprobs": 1},
+    ],
+    ids=lambda params: ", ".join(params),
+)
+def test_a_continuation_from_any_cut_gives_the_same_answer(params: dict[str, Any]) -> None:
     (prompt,) = prompts(1, seed=7)
-    request = {
-        "prompt": prompt,
-        "temperature": 1.0,
-        "seed": 3,
-        "max_tokens": 12,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.5,
-        "ignore_eos": True,
-    }
+    request = {"prompt": prompt, "temperature": 1.0, "seed": 3, "max_tokens": 16, **params}
     whole = bench(llama()).ask(**request)
+    assert whole.outcome is not None and len(whole.chunks) > 4
     other = bench(llama())
     other.submit(prompts(1, seed=8)[0], id="neighbour", max_tokens=30)
-    rest = other.ask(**request, chunks=whole.chunks[:cut])
-    both = Heard(whole.chunks[:cut] + rest.chunks)
-    assert (both.token_ids, both.text) == (whole.token_ids, whole.text)
-    assert rest.outcome is not None and rest.outcome.usage.completion_tokens == 12
+    for cut in range(len(whole.chunks) + 1):
+        rest = other.ask(**request, id=f"cut {cut}", chunks=whole.chunks[:cut])
+        both = Heard(whole.chunks[:cut] + rest.chunks)
+        assert (both.token_ids, both.text) == (whole.token_ids, whole.text), f"after {cut} chunks"
+        assert_one_report_per_token(both, params)
+        assert rest.outcome is not None
+        assert (rest.outcome.finish_reason, rest.outcome.stop_reason, rest.outcome.seed) == (
+            whole.outcome.finish_reason,
+            whole.outcome.stop_reason,
+            3,
+        )
+        assert rest.outcome.usage.completion_tokens == len(whole.token_ids)
+
+
+def assert_one_report_per_token(heard: Heard, params: dict[str, Any]) -> None:
+    reports = [report.token_id for chunk in heard.chunks for report in chunk.logprobs or []]
+    assert reports == (heard.token_ids if "logprobs" in params else [])
+    openings = [chunk.prompt_logprobs is not None for chunk in heard.chunks]
+    assert openings.count(True) == ("prompt_logprobs" in params)
 
 
 def test_prefix_cache_hits_give_the_same_tokens() -> None:

@@ -126,9 +126,17 @@ def test_no_max_tokens_means_up_to_the_contexts_end(intake: Intake) -> None:
     assert sequence(intake, "hi").params.max_tokens == CONTEXT - 2
 
 
-def test_a_giant_prompt_is_refused_before_it_is_tokenized(intake: Intake) -> None:
-    with pytest.raises(ContextTooLong, match="prompt"):
-        sequence(intake, "x" * 3_000_000)
+@pytest.mark.parametrize(
+    "request_",
+    [Request(prompt="x" * 3_000_000), Request(messages=[ChatMessage("user", "x" * 3_000_000)])],
+    ids=["prompt", "messages"],
+)
+def test_a_giant_prompt_is_refused_before_all_of_it_is_tokenized(
+    intake: Intake, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake._prompts, "encode", lambda request: pytest.fail("it was tokenized"))
+    with pytest.raises(ContextTooLong, match="more than 2048 tokens, the context is 128"):
+        accept(intake, request_)
 
 
 def test_a_cache_smaller_than_the_context_is_the_limit() -> None:
