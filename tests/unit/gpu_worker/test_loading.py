@@ -1,0 +1,155 @@
+"""A model is loaded as the settings say, or one sentence says why not."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from broker.logs import Log
+from gpu_worker import loading
+from gpu_worker.loading import LoadError, SamplingDefaults, load
+from gpu_worker.settings import WorkerSettings
+from tests.unit.gpu_worker.tokenizers import byte_level
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model on disk, as somebody would publish it."""
+    made = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tokenizer = byte_level()
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    said = {
+        "eos_token_id": [2, 7],
+        "temperature": 0.6,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "do_sample": True,
+    }
+    (made / "generation_config.json").write_text(json.dumps(said))
+    return made
+
+
+def settings(model: Path | str, **given: object) -> WorkerSettings:
+    return WorkerSettings(model=str(model), **given)  # type: ignore[arg-type]
+
+
+def quiet() -> Log:
+    return Log("test", stream=io.StringIO())
+
+
+def test_a_folder_is_loaded_with_what_requests_need_to_know(folder: Path) -> None:
+    out = io.StringIO()
+    loaded = load(settings(folder, dtype="float32", aliases="a, b"), CPU, Log("test", stream=out))
+    assert (loaded.name, loaded.aliases, loaded.context) == ("tiny-llama", ("a", "b"), 256)
+    assert loaded.vocab == len(byte_level()), "rows of the embedding without a token are no valid input"
+    assert loaded.dtype is torch.float32 and loaded.weights_bytes > 0
+    events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    assert events == ["loading", "loaded"]
+
+
+def test_c39_every_source_of_end_tokens_counts(folder: Path) -> None:
+    loaded = load(settings(folder), CPU, quiet())
+    assert loaded.eos_ids == {2, 7, byte_level().eos_token_id}
+
+
+def test_c41_the_models_own_defaults_are_known(folder: Path) -> None:
+    loaded = load(settings(folder), CPU, quiet())
+    assert loaded.defaults == SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_c59_quantised_weights_go_straight_to_the_device(folder: Path, quantization: str) -> None:
+    loaded = load(settings(folder, quantization=quantization, dtype="float32"), CPU, quiet())
+    kinds = {type(module).__name__ for module in loaded.model.modules()}
+    assert ("Linear4bit" if quantization == "nf4" else "Linear8bitLt") in kinds
+    if quantization == "nf4":
+        weight = loaded.model.model.layers[0].mlp.up_proj.weight
+        assert weight.quant_type == "nf4" and weight.quant_state.nested, "double quantised"
+
+
+def test_the_context_can_be_less_and_not_more(folder: Path) -> None:
+    assert load(settings(folder, max_context=64), CPU, quiet()).context == 64
+    with pytest.raises(LoadError, match="--max-context 512"):
+        load(settings(folder, max_context=512), CPU, quiet())
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("/nowhere/at/all", "no folder"),
+        ("./nowhere", "no folder"),
+        ("/nowhere/model.gguf", "no file"),
+        ("no-such-owner/no-such-model", "hub can't be reached"),
+        ("just-a-name", "no hub id"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_sentence(model: str, why: str) -> None:
+    with pytest.raises(LoadError, match=why) as caught:
+        load(settings(model), CPU, quiet())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"config\.json"):
+        load(settings(tmp_path), CPU, quiet())
+
+
+def test_weights_that_would_have_to_be_unpickled_are_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(LoadError, match="can't be loaded"):
+        load(settings(tmp_path), CPU, quiet())
+
+
+def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"not a model")
+    with pytest.raises(LoadError, match=r"broken\.gguf can't be read") as caught:
+        load(settings(path, cache_dir=str(tmp_path / "cache")), CPU, quiet())
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == [], "nothing half converted stays"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/m/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("/m/model.v2.gguf", "model.v2"),
+        ("meta-llama/Llama-2-13b", "meta-llama/Llama-2-13b"),
+    ],
+)
+def test_a_models_name_is_its_own_without_the_format(path: str, name: str) -> None:
+    assert loading.name_of(path) == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
+)
+def test_a_v100_computes_in_float16(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert loading.choose_dtype("auto", torch.device("cuda:0")) is dtype
+
+
+def test_an_old_processor_computes_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("flags : fpu sse avx2 avx512f\n")
+    (tmp_path / "new").write_text("flags : fpu avx512f avx512_bf16\n")
+    assert not loading.cpu_has_bfloat16(tmp_path / "old")
+    assert loading.cpu_has_bfloat16(tmp_path / "new")
+    assert not loading.cpu_has_bfloat16(tmp_path / "missing")
