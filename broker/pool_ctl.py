@@ -146,7 +146,8 @@ class PoolPlugin(ControllerPluginBase):
 
     def _show(self, before: Status, after: Status, seconds: float) -> None:
         rates = token_rates(before, after, seconds)
-        parts = [workers_table(after.workers, rates), models_table(after)]
+        parts = [workers_table(after.workers, rates) if after.workers else "no worker is registered"]
+        parts += [models_table(after)] if after.models else []
         parts += [self._not_serving(_pids_here(after)), totals(after)]
         self._say("\n\n".join(part for part in parts if part))
 

@@ -41,6 +41,7 @@ EXIT_FAULT: Final = 70  # a part of us has failed; supervisord starts us again
 PROG: Final = "python -m http_frontend"
 GC_THRESHOLDS: Final = (20_000, 20, 20)  # Python's own run the collector every few requests
 KEYS_RELOAD_S: Final = 1.0
+FIRST_ANSWER_S: Final = 2.0  # how long we wait for a broker before we listen without one
 
 
 def main(argv: list[str]) -> int:
@@ -128,8 +129,10 @@ async def _serve(
     frontend.scrape = lambda: _scrape(frontend, context, siblings)
     server = Server(frontend)
     await siblings.open()
-    await server.start(sock, tls)
     background = [_watched(stop, frontend.catalogue.run(), log)]
+    # Others may share the port: we listen only once we know the models, so that no request meets a 503.
+    await frontend.catalogue.wait_heard(FIRST_ANSWER_S)
+    await server.start(sock, tls)
     if keys is not None:
         background.append(_watched(stop, _reload_keys(keys, log), log))
     host, port = sock.getsockname()[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -31,7 +32,13 @@ class Catalogue:
         self._heard_at: float | None = None
         self._by_name: dict[str, ModelInfo] = {}
         self._unheard = False
+        self._first = asyncio.Event()
         self.models: Sequence[ModelInfo] = ()
+
+    async def wait_heard(self, patience_s: float) -> None:
+        """Wait for the broker's first answer, but no longer than that."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._first.wait(), patience_s)
 
     @property
     def ready(self) -> list[str]:
@@ -61,6 +68,7 @@ class Catalogue:
     def heard(self, models: Sequence[ModelInfo]) -> None:
         """Take in what the broker says."""
         self._heard_at = self._clock()
+        self._first.set()
         self.models = models
         by_name = {alias: model for model in models for alias in model.aliases}
         self._by_name = by_name | {model.name: model for model in models}
