@@ -15,6 +15,7 @@ from broker.options import load
 
 from . import devices
 from .settings import WorkerSettings
+from .source import LoadError, check_model
 
 EXIT_DRAINED: Final = 0
 EXIT_USAGE: Final = 2  # a wrong setting; also `broker.options.EXIT_USAGE`
@@ -46,11 +47,15 @@ def run(argv: list[str]) -> int:
         signal.signal(number, _leave_while_loading)
     end_with_supervisor()
     try:
+        if settings.model:
+            check_model(settings.model)
         wish = devices.parse(settings.device)
         devices.prepare_environment(wish, os.environ)
         directory = make_run_dir(settings.run_dir)
         log = Log(f"worker/{settings.name or settings.device}", level=settings.log_level)
         claim = devices.claim(wish, directory, share=settings.share_device, log=log)
+    except LoadError as problem:
+        return _say(problem, EXIT_NO_MODEL)
     except (devices.DeviceError, OSError) as problem:
         return _say(problem, EXIT_NO_DEVICE)
     name = settings.name or claim.short_name
@@ -61,7 +66,6 @@ def _serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) 
     # Only now, with the environment set: this brings torch.
     from broker.curve import KeysMissing
 
-    from .loading import LoadError
     from .serve import WarmUpFailed, serve
     from .session import End
 

@@ -23,16 +23,14 @@ import torch
 from broker.logs import Log
 
 from .settings import WorkerSettings
+from .source import LoadError as LoadError
+from .source import check_model
 
 PROGRESS_S: Final = 5.0
 CACHE_VERSION: Final = "1"  # of converted GGUF files
 _MIB: Final = 1024 * 1024
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class LoadError(Exception):
-    """The model can't be loaded as the settings say; one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +171,12 @@ def locate(given: str, settings: WorkerSettings, log: Log) -> tuple[str, str | N
     Raises:
         LoadError: there is no such file or folder and it can't be a hub id, or the hub says no.
     """
+    check_model(given)
     path = Path(given).expanduser()
     if given.endswith(".gguf"):
-        if not path.is_file():
-            raise LoadError(f"--model: there is no file {given}")
         return str(converted(path, settings, log)), None
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise LoadError(f"--model: {given} has no config.json")
         return str(path), None
-    if path.is_absolute() or given.startswith(".") or given.count("/") != 1:
-        raise LoadError(f"--model: there is no folder {given}, and it is no hub id (owner/name)")
     return _from_hub(given, settings.revision, log)
 
 

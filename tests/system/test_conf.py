@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from supervisor.options import ServerOptions
@@ -54,9 +54,14 @@ def test_c86_nothing_has_to_be_set_in_the_environment(place: Path, monkeypatch: 
 
 def test_c86_a_missing_variable_names_itself(place: Path) -> None:
     override = "[program:worker]\nenvironment=LOADONCE_MODEL=%(ENV_WHERE_IS_MY_MODEL)s\n"
+    said: list[str] = []
+
+    def usage(self: ServerOptions, text: str) -> NoReturn:
+        said.append(text)
+        sys.exit(2)
+
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(ServerOptions, "usage", lambda self, text: (said.append(text), sys.exit(2)))
+        patch.setattr(ServerOptions, "usage", usage)
         parse(place, override)
     assert "ENV_WHERE_IS_MY_MODEL" in said[0] and "program:worker" in said[0]
 
