@@ -33,6 +33,8 @@ from broker.wire import open_dealer
 TIMEOUT_S: Final = 300.0
 TICK_S: Final = 0.25
 RECEIVE_S: Final = 0.005  # of reading in a row
+# As plain numbers: pyzmq's flags cost more than the system call that they are for.
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 BUFFERED_CHUNKS: Final = 10_000  # of one stream that its reader hasn't taken yet
 
 T = TypeVar("T")
@@ -584,7 +586,7 @@ class AsyncClient:
         # very end. Asking is cheaper than finding nothing, which raises.
         while socket is not None:
             _send(socket, self._calls)
-            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not _readable(socket):
                 return
             now = time.monotonic()
             if now >= until:
@@ -622,20 +624,24 @@ def _receive(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
     What can't be decoded is dropped: the call's own timeout covers it.
     """
     until = now + RECEIVE_S
-    while time.monotonic() < until and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    while time.monotonic() < until and _readable(socket):
         _receive_one(socket, calls, now)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def _receive_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
     with contextlib.suppress(zmq.Again, ProtocolError):
-        calls.on_message(socket.recv_multipart(zmq.NOBLOCK), now)
+        calls.on_message(socket.recv_multipart(_NOBLOCK), now)
 
 
 def _send(socket: zmq.Socket[bytes], calls: Calls) -> None:
     """Send all that is due. What finds no room is lost here and sent again after the next ping."""
     for frames in calls.take():
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            socket.send_multipart(frames, _NOBLOCK)
 
 
 def _served(models: Sequence[p.ModelInfo], model: str) -> bool:

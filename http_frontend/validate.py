@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, Protocol, cast
 
 import msgspec
@@ -236,9 +237,9 @@ def tokens_in_vocabulary(ids: Sequence[int], model: ModelInfo, param: str) -> No
 
 
 def _refuse_unserved(body: ChatRequest) -> None:
-    for name, why in CHAT_NOT_SERVED.items():
-        if getattr(body, name) is not None:
-            raise UnsupportedParameter(f"{name}: not served here: {why}.", param=name)
+    if _unserved_values(body) != _NO_UNSERVED:
+        name = next(name for name in CHAT_NOT_SERVED if getattr(body, name) is not None)
+        raise UnsupportedParameter(f"{name}: not served here: {CHAT_NOT_SERVED[name]}.", param=name)
     if body.store:
         raise UnsupportedParameter("store: nothing is stored here.", param="store")
     if body.modalities is not None and body.modalities != ["text"]:
@@ -287,14 +288,20 @@ _SAME: Final = (
     "stop_token_ids",
     "skip_special_tokens",
 )
+# One call for all of them: most requests set few or none.
+_same_values: Final = attrgetter(*_SAME)
+_NOTHING_SAME: Final = (None,) * len(_SAME)
+_unserved_values: Final = attrgetter(*CHAT_NOT_SERVED)
+_NO_UNSERVED: Final = (None,) * len(CHAT_NOT_SERVED)
 
 
 def _params(body: Generation, max_tokens: int | None, grammar: Grammar | None) -> Params:
     params = Params(max_tokens=max_tokens, grammar=grammar)
-    for name in _SAME:
-        value = getattr(body, name)
-        if value is not None:
-            setattr(params, name, value)
+    values = _same_values(body)
+    if values != _NOTHING_SAME:
+        for name, value in zip(_SAME, values, strict=True):
+            if value is not None:
+                setattr(params, name, value)
     if body.stop:
         params.stop = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias:
