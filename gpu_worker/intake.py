@@ -35,6 +35,8 @@ T = TypeVar("T")
 _SOURCES: Final = ("prompt", "token_ids", "messages")
 #: More than a token of usual text has; a text with more than the context times this is looked at first.
 _CHARACTERS_PER_TOKEN: Final = 16
+#: What the shortest token's log-probability takes on the wire.
+_REPORT_BYTES: Final = 36
 #: Prompt tokens that the first output tokens are decoded after, for the space between them.
 _TEXT_CONTEXT: Final = 5
 #: Prompt tokens in whose company a completion's first token is decoded.
@@ -176,7 +178,8 @@ class Intake:
     def _sequence(
         self, command: exchange.Run, request: Request, prompt_ids: list[int], source: str
     ) -> Sequence:
-        params = self._resolve(request.params, self._max_tokens(request.params, len(prompt_ids), source))
+        max_tokens = self._max_tokens(request.params, len(prompt_ids), source)
+        params = self._resolve(request.params, len(prompt_ids), max_tokens)
         grammar = request.params.grammar
         text = TextStream(
             self._tokenizer,
@@ -214,8 +217,9 @@ class Intake:
             )
         return room if wanted is None else wanted
 
-    def _resolve(self, params: Params, max_tokens: int) -> SamplingParams:
+    def _resolve(self, params: Params, prompt_tokens: int, max_tokens: int) -> SamplingParams:
         self._check(params, max_tokens)
+        _check_report(params, prompt_tokens)
         top_k = self._value(params.top_k, "top_k")
         return SamplingParams(
             max_tokens=max_tokens,
@@ -308,6 +312,19 @@ def _check_finite(params: Params) -> None:
     for token_id, bias in params.logit_bias:
         if not math.isfinite(bias):
             raise InvalidRequest(f"logit_bias: {bias} for token {token_id} is no number", param="logit_bias")
+
+
+def _check_report(params: Params, prompt_tokens: int) -> None:
+    """Refuse a report that can't be sent before gigabytes of it are collected."""
+    if params.prompt_logprobs is None:
+        return
+    least = prompt_tokens * (1 + params.prompt_logprobs) * _REPORT_BYTES
+    if least > protocol.MAX_FRAME_BYTES:
+        raise InvalidRequest(
+            f"prompt_logprobs: {params.prompt_logprobs} alternatives for each of {prompt_tokens} tokens make"
+            f" more than {least} bytes, at most {protocol.MAX_FRAME_BYTES} can be sent",
+            param="prompt_logprobs",
+        )
 
 
 def _default(defaults: SamplingDefaults, name: str) -> Any:

@@ -119,7 +119,8 @@ class Scheduler:
         rows: list[Row] = []
         begun: list[Sequence] = []
         preempted = self._decode(rows)
-        left = self._continue_prompts(rows, self._budget - len(rows))
+        # At least a token for prompts, even if the budget was cut below what decodes.
+        left = self._continue_prompts(rows, max(1, self._budget - len(rows)))
         if not preempted:
             begun = self._begin(rows, left)
         assert rows or not self, f"{len(self)} sequences, and none of them can run"

@@ -171,6 +171,14 @@ def test_c49_a_repetition_penalty_of_zero_is_refused(intake: Intake) -> None:
         accept(intake, frame)
 
 
+def test_a_report_of_the_prompt_that_no_frame_can_carry_is_refused() -> None:
+    intake = Intake(loaded(context=2**17), 2**17)
+    long = Request(token_ids=[5] * 50_000, params=Params(max_tokens=0, prompt_logprobs=20))
+    assert refusal(intake, long).param == "prompt_logprobs"
+    few = Request(token_ids=[5] * 50_000, params=Params(max_tokens=0, prompt_logprobs=1))
+    assert isinstance(accept(intake, few), Sequence)
+
+
 def test_an_unknown_parameter_is_refused(intake: Intake) -> None:
     frame = protocol.encode({"prompt": "a", "params": {"max_new_tokens": 5}})
     with pytest.raises(InvalidRequest, match="max_new_tokens"):

@@ -212,6 +212,17 @@ def test_a_budget_cut_for_memory_grows_again() -> None:
     assert sched.budget == 64
 
 
+def test_a_prompt_gets_on_even_if_the_cut_budget_is_spent_on_streams() -> None:
+    sched = scheduler(slots=40, step_tokens=64)
+    started(sched, *(sequence([number], id=str(number), max_tokens=90) for number in range(30)))
+    sched.add(sequence(prompt=[50] * 6, id="prompt"))
+    sched.shrink()
+    sched.shrink()
+    assert sched.budget < 30
+    pieces = [shape(run(sched))[30:] for _ in range(5)]
+    assert pieces == [[("prompt", 1)]] * 5
+
+
 def test_a_row_shortened_after_a_fault_goes_on_where_it_stopped() -> None:
     sched = scheduler()
     seq = sequence(prompt=10)
@@ -266,7 +277,9 @@ def test_everybody_ends_with_all_tokens_and_the_accounts_are_right_after_every_s
                 sched.remove(gone)
         decoding = [s for s in sched if s.pages and s.uncomputed == 1]
         lengths = {s: len(s.token_ids) for s in decoding}
+        oldest = next(iter(sched), None)
         step = run(sched)
+        assert oldest is None or oldest in [row.sequence for row in step.rows], "the oldest had to wait"
         if not step.preempted:
             assert all(len(s.token_ids) == lengths[s] + 1 for s in decoding), "a stream waited for a step"
         if not pending and not len(sched):
