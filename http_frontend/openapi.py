@@ -25,6 +25,7 @@ class Operation(msgspec.Struct, frozen=True):
     parameters: tuple[str, ...] = ()
 
 
+STREAM: Final = "with stream: true; each data line is one JSON object, the last is [DONE]"
 _TEXT: Final = "text/plain"
 _HTML: Final = "text/html"
 
@@ -93,7 +94,7 @@ def _structs(op: Operation) -> list[Any]:
 def _operation(path: str, op: Operation) -> dict[str, Any]:
     content = _content(op.answer)
     if op.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {"description": STREAM}}
     responses = {"200": {"description": "The answer", "content": content}}
     for status, why in ERRORS.items():
         kind = op.more.get(status, op.errors)
