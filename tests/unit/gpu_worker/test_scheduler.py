@@ -214,7 +214,7 @@ def test_a_budget_cut_for_memory_grows_again() -> None:
 
 def test_a_prompt_gets_on_even_if_the_cut_budget_is_spent_on_streams() -> None:
     sched = scheduler(slots=40, step_tokens=64)
-    started(sched, *(sequence([number], id=str(number), max_tokens=90) for number in range(30)))
+    started(sched, *(sequence([number, 1], id=str(number), max_tokens=90) for number in range(30)))
     sched.add(sequence(prompt=[50] * 6, id="prompt"))
     sched.shrink()
     sched.shrink()
@@ -263,7 +263,8 @@ def test_everybody_ends_with_all_tokens_and_the_accounts_are_right_after_every_s
 ) -> None:
     sched = scheduler(pages=pages, page_tokens=page_tokens, slots=slots, step_tokens=step_tokens, cache=cache)
     pending = sorted(enumerate(arrivals), key=lambda entry: entry[1][0])
-    everybody, doomed = [], []
+    everybody: list[Sequence] = []
+    doomed: list[Sequence] = []
     for step_number in range(5000):
         while pending and pending[0][1][0] <= step_number:
             number, (_, prompt, output, cancelled) = pending.pop(0)
