@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpu_worker.sequence import SamplingParams
 
 from .sequences import sequence
@@ -27,7 +29,7 @@ def test_uncomputed_is_what_the_model_has_not_seen() -> None:
 
 
 def test_ending_ids_hold_eos_unless_it_is_ignored() -> None:
-    ids = {"stop_token_ids": frozenset({4}), "eos_ids": frozenset({2, 7})}
+    ids: dict[str, Any] = {"stop_token_ids": frozenset({4}), "eos_ids": frozenset({2, 7})}
     assert SamplingParams(max_tokens=1, **ids).ending_ids == {2, 4, 7}
     assert SamplingParams(max_tokens=1, ignore_eos=True, **ids).ending_ids == {4}
 
