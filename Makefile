@@ -1,10 +1,9 @@
 # Everything that a person, the hook and CI call. `make run` and `make test` install what they need.
 PYTHON ?= python3
 VENV   := .venv/bin
-export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: run test test-unit lint docs format install install-dev lock clean help
+.PHONY: run test test-unit lint docs format install install-dev bench-engine bench-broker bench-http lock clean help
 
 help:
 	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | clean"
@@ -37,6 +36,16 @@ docs: install-dev
 format: install-dev
 	$(VENV)/ruff check --fix .
 	$(VENV)/ruff format .
+
+# Benchmarks install their peers into environments of their own, and write benchmarks/results/*.json.
+bench-engine: install-dev
+	$(VENV)/python benchmarks/bench_engine.py
+
+bench-broker: install-dev
+	$(VENV)/python benchmarks/bench_broker.py
+
+bench-http: install-dev
+	$(VENV)/python benchmarks/bench_http.py
 
 lock:
 	$(PYTHON) -m tools.lock
