@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from broker.errors import ContextTooLong, DeadlineExceeded, InternalError, Overloaded, Unavailable
+from broker.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from broker.protocol import TokenLogprob
 from tests.unit.http_frontend.fake_pool import FakePool, Submitted, echo
 from tests.unit.http_frontend.serving import CHAT, COMPLETIONS, Served, parse_events, serving, user
@@ -145,6 +152,16 @@ async def test_a_refusal_before_the_first_token_is_plain_json(stream: bool) -> N
         assert status == 400
         assert answer["error"]["code"] == "context_length_exceeded"
         assert answer["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_c13_what_a_template_refuses_is_400_in_its_own_words(stream: bool) -> None:
+    said = "Conversation roles must alternate user/assistant/user/assistant/..."
+    pool = FakePool(lambda got: got.fail(InvalidRequest(said, param="messages")))
+    async with serving(pool) as served:
+        status, answer = await served.chat(messages=[user("a"), user("b")], stream=stream)
+        assert status == 400
+        assert answer["error"]["message"] == said
 
 
 @pytest.mark.parametrize(
