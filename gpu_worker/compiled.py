@@ -34,6 +34,7 @@ from .linears import Nf4Linear, Nf4Shape, nf4_shapes, use_kernels
 _VERSION: Final = 1
 
 _NICENESS: Final = 15
+_SMALL: Final = 16  # elements; the compiler writes up to 8 into the code
 _PREFIX: Final = "model."  # of the weights' names inside `_Step`
 
 
@@ -48,6 +49,7 @@ class Job(msgspec.Struct, frozen=True):
     config: str  # JSON
     dtype: str  # such as bfloat16
     dtypes: dict[str, str]  # of each weight and buffer
+    small: dict[str, list[float]]  # values of the smallest ones, which the compiler makes part of its code
     nf4: dict[str, Nf4Shape]  # the model's 4-bit layers
     layers: list[LayerPlan]
     page_tokens: int
@@ -92,6 +94,11 @@ def job_for(
         config=msgspec.json.encode(config, enc_hook=str).decode(),
         dtype=_name(dtype),
         dtypes={name: _name(tensor.dtype) for name, tensor in _weights(model).items()},
+        small={
+            name: tensor.flatten().tolist()
+            for name, tensor in _weights(model).items()
+            if tensor.numel() <= _SMALL
+        },
         nf4=nf4_shapes(model),
         layers=list(layers),
         page_tokens=page_tokens,
@@ -236,6 +243,8 @@ def _build(job: Job) -> nn.Module:
         model.set_submodule(name, Nf4Linear.like(shape))
     for name, tensor in _weights(model).items():
         tensor.data = tensor.data.to(getattr(torch, job.dtypes[name]))
+        if name in job.small:
+            tensor.data.copy_(torch.tensor(job.small[name]).view_as(tensor))
     plug_in(model)
     use_kernels(model)
     return model.eval()
@@ -275,6 +284,8 @@ def _compile(job: Job, library: Path) -> None:
     options = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.check_lowerbound": False,
+        # Between the kernels there is little to compute; a thread that waits for another costs more.
+        "cpp.threads": 1,
     }
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         package = Path(scratch) / "step.pt2"

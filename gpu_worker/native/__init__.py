@@ -20,7 +20,15 @@ from torch import Tensor
 
 _HERE: Final = Path(__file__).parent
 _SOURCES: Final = tuple(sorted(_HERE.glob("*.cpp")))
-_FLAGS: Final = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+_FLAGS: Final = (
+    "-std=c++20",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-fPIC",
+    "-shared",
+)
 _BUILD_TIMEOUT_S: Final = 300
 
 

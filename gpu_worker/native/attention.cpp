@@ -1,6 +1,5 @@
 // loadonce::attend: attention of a step's rows over the paged cache, online softmax, float32 inside.
 // Writes the new keys and values to the cache first. Any mix of one-token rows and prompt chunks.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -12,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "crew.h"
 #include "rows.h"
 
 namespace loadonce {
@@ -314,17 +314,16 @@ void run(Attention<Scalar>& job, int64_t tokens, int64_t rows) {
   // Tokens past the last row are padding: their answer is never read, but must be a number.
   const int64_t real = job.query_start[rows];
   std::fill(job.out + real * job.heads * job.value_dim, job.out + tokens * job.heads * job.value_dim, Scalar{});
+  // Every key is there before the first is read.
+  for (int64_t token = 0; token < tokens; ++token) job.write(token);
   const int64_t count = static_cast<int64_t>(tasks.size());
-#pragma omp parallel num_threads(at::get_num_threads()) if (count > 1)
-  {
-    typename Attention<Scalar>::Scratch own;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token) job.write(token);
-    // The loop above ends in a barrier: every key is there before the first is read.
-#pragma omp for schedule(dynamic, 8)
-    for (int64_t task = 0; task < count; ++task)
+  // A row that decodes is little work: several to a piece, so that the next one's keys are asked for in time.
+  const int64_t pieces = tokens > rows ? count : std::min<int64_t>(count, std::max<int64_t>(4, count / 6));
+  share_out(pieces, [&](int64_t number) {
+    thread_local typename Attention<Scalar>::Scratch own;
+    for (int64_t task = count * number / pieces; task < count * (number + 1) / pieces; ++task)
       job.run(tasks[task], task + 1 < count ? &tasks[task + 1] : nullptr, own);
-  }
+  });
 }
 
 Strides strides(const at::Tensor& cache) { return {cache.stride(0), cache.stride(1), cache.stride(2)}; }

@@ -1,12 +1,12 @@
 // loadonce::linear: x · weightᵀ + bias in bfloat16, for the few rows of a decode step. The weight is read
 // where it lies, so the model's own tensors serve and no packed copy is kept. More rows than pay go to torch.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "crew.h"
 #include "linear.h"
 
 namespace loadonce {
@@ -26,11 +26,10 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                bias ? static_cast<const bf16_bits*>(bias->data_ptr()) : nullptr,
                static_cast<bf16_bits*>(out.data_ptr()),
                rows, columns, depth};
-    // Whole tiles to each thread; a grain of 64 KiB of weight pays for waking one.
+    const int64_t pieces = pieces_of(rows, columns, depth);
     const int64_t groups = (columns + kColumns - 1) / kColumns;
-    const int64_t grain = std::max<int64_t>(1, 64 * 1024 / (2 * depth * kColumns * std::max<int64_t>(1, rows / 8)));
-    at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
-      job(begin * kColumns, std::min(columns, end * kColumns));
+    share_out(pieces, [&](int64_t number) {
+      job(groups * number / pieces * kColumns, std::min(columns, groups * (number + 1) / pieces * kColumns));
     });
     return out;
   }

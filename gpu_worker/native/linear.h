@@ -16,6 +16,12 @@ inline int64_t block_columns(int64_t depth) {
   return std::max<int64_t>(kColumns, kBlockBytes / (2 * depth) / kColumns * kColumns);
 }
 
+// How many pieces to make of a layer: each worth the handing out, and enough of them to even out.
+inline int64_t pieces_of(int64_t rows, int64_t columns, int64_t depth) {
+  const int64_t work = columns * depth * 2 * (1 + rows / 4);  // in bytes of weight read for a few rows
+  return std::clamp<int64_t>(work / (96 * 1024), 1, std::min<int64_t>(64, (columns + kColumns - 1) / kColumns));
+}
+
 struct Linear {
   const bf16_bits* x;
   const bf16_bits* weight;

@@ -1,12 +1,12 @@
 // loadonce::linear_nf4: a linear layer whose weight stays in bitsandbytes' 4-bit blocks. Each block of rows
 // is unpacked into the first-level cache, where it is used for all tokens of the step.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <vector>
 
+#include "crew.h"
 #include "linear.h"
 
 namespace loadonce {
@@ -72,8 +72,9 @@ at::Tensor linear_nf4(const at::Tensor& x, const at::Tensor& weight, const at::T
   if (rows > kMostOwnRows) {
     at::Tensor wide = at::empty({columns, depth}, x.options());
     auto* to = static_cast<bf16_bits*>(wide.data_ptr());
-    at::parallel_for(0, columns, group, [&](int64_t begin, int64_t end) {
-      packed.unpack(begin * depth, (end - begin) * depth, to + begin * depth);
+    share_out(groups, [&](int64_t number) {
+      const int64_t from = number * group, here = std::min(group, columns - from);
+      packed.unpack(from * depth, here * depth, to + from * depth);
     });
     return at::linear(x, wide, bias);
   }
@@ -84,9 +85,12 @@ at::Tensor linear_nf4(const at::Tensor& x, const at::Tensor& weight, const at::T
   const auto* in = static_cast<const bf16_bits*>(input.data_ptr());
   const auto* shift = bias ? static_cast<const bf16_bits*>(bias->data_ptr()) : nullptr;
   auto* to = static_cast<bf16_bits*>(out.data_ptr());
-  at::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
-    std::vector<bf16_bits> wide(group * depth);
-    for (int64_t from = begin * group; from < std::min(columns, end * group); from += group) {
+  const int64_t pieces = std::min<int64_t>(groups, 32);
+  share_out(pieces, [&](int64_t number) {
+    thread_local std::vector<bf16_bits> wide;
+    wide.resize(group * depth);
+    const int64_t end = std::min(columns, groups * (number + 1) / pieces * group);
+    for (int64_t from = groups * number / pieces * group; from < end; from += group) {
       const int64_t here = std::min(group, columns - from);
       packed.unpack(from * depth, here * depth, wide.data());
       Linear{in, wide.data(), shift ? shift + from : nullptr, to + from, rows, columns, depth}(0, here);
