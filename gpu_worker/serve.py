@@ -54,7 +54,8 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
     thread.start()
     _warm_up(engine, outbox, settings.step_timeout_s)
     now = time.monotonic()
-    session = Session(_ready(loaded, claim, name, slots, settings), engine.counters, log, now)
+    ready = _ready(loaded, engine.context, claim, name, slots, settings)
+    session = Session(ready, engine.counters, log, now)
     watchdog = Watchdog(engine.counters, settings.step_timeout_s, now)
     where = address("workers", settings.workers, settings.run_dir)
     link = Link(where, settings.curve_keys, session, engine.inbox, outbox, watchdog, log)
@@ -112,10 +113,10 @@ def _has_ended(output: StepOutput) -> bool:
 
 
 def _ready(
-    loaded: LoadedModel, claim: devices.Claim, name: str, slots: int, settings: WorkerSettings
+    loaded: LoadedModel, context: int, claim: devices.Claim, name: str, slots: int, settings: WorkerSettings
 ) -> p.Ready:
     info = p.ModelInfo(
-        name=loaded.name, context=loaded.context, vocab=loaded.vocab, aliases=list(loaded.aliases),
+        name=loaded.name, context=context, vocab=loaded.vocab, aliases=list(loaded.aliases),
         chat=bool(loaded.tokenizer.chat_template), dtype=str(loaded.dtype).removeprefix("torch."),
         quantization=loaded.quantization, created=int(time.time()),
     )  # fmt: skip
