@@ -161,6 +161,11 @@ class InFlight:
         client = self.clients.get(identity)
         return list(client.jobs.values()) if client else []
 
+    def count_of(self, identity: bytes) -> int:
+        """How many requests a client has in flight."""
+        client = self.clients.get(identity)
+        return len(client.jobs) if client else 0
+
     def jobs(self) -> list[Job]:
         """All, in no particular order. O(n)."""
         return [job for client in self.clients.values() for job in client.jobs.values()]

@@ -64,8 +64,8 @@ class Lifecycle:
             Overloaded: the client or the queue is at its bound.
             Unavailable: the queue is, and no worker is there to empty it.
         """
-        mine, limit = len(self.in_flight.of(job.client)), self.settings.client_limit
-        if mine >= limit:
+        limit = self.settings.client_limit
+        if self.in_flight.count_of(job.client) >= limit:
             raise Overloaded(f"one client may have {limit} requests in flight", retry_after_ms=MIN_RETRY_MS)
         queue = self.queues.get(job.model)
         factor = BEGUN_FACTOR if job.begun else 1
@@ -91,6 +91,12 @@ class Lifecycle:
         """Take a request in. `check_room` was asked before."""
         self.in_flight.add(job, now)
         self.fairness.enter(job.submit.tenant)
+        if job.model not in self.queues:  # nobody is before it: it needn't queue if a slot is free
+            workers = self.catalogue.workers_of(job.model)
+            worker = choose(workers.values(), job, self.settings.affinity_tokens) if workers else None
+            if worker is not None:
+                self._start(job, worker, now)
+                return
         self._enqueue(job)
         self.dispatch(job.model, now)
 

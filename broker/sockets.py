@@ -26,6 +26,11 @@ HIGH_WATER: Final = 20_000  # messages buffered per peer, each way
 HANDSHAKE_MS: Final = 5_000
 HEARTBEAT_MS: Final = 2_000  # ZMTP's own, so that half-open TCP connections are found
 LINGER_MS: Final = 500
+# Plain numbers: pyzmq's enums cost a microsecond each time that they are combined or looked up.
+NOBLOCK: Final = int(zmq.NOBLOCK)
+NOBLOCK_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+EVENTS: Final = int(zmq.EVENTS)
+POLLIN: Final = int(zmq.POLLIN)
 PEERS_LOGGED: Final = 20  # malformed peers that get a log line, each once, in a window of
 LOG_WINDOW_S: Final = 60.0
 
@@ -129,11 +134,10 @@ class Sockets:
         self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes], float], None], now: float
     ) -> None:
         for _ in range(BATCH):
-            try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            identity, frames = _receive(socket)
             handle(identity, frames, now)
+            if not int(socket.get(EVENTS)) & POLLIN:
+                return
 
     def _from_client(self, identity: bytes, frames: list[bytes], now: float) -> None:
         delimited = bool(frames) and not frames[0]
@@ -167,7 +171,7 @@ class Sockets:
         envelope = [identity, b""] if delimited else [identity]
         _, _, admin = self._bound()
         try:
-            admin.send_multipart([*envelope, *answer], zmq.NOBLOCK)
+            admin.send_multipart([*envelope, *answer], NOBLOCK)
         except zmq.ZMQError as problem:
             self._log.warning("admin_unreachable", reason=str(problem))
 
@@ -194,7 +198,7 @@ class Sockets:
                     continue
                 socket = clients if side == "client" else workers
                 try:
-                    socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+                    _send(socket, identity, frames)
                 except zmq.Again:
                     unreachable[side, identity] = "it doesn't read what it is sent"
                 except zmq.ZMQError as problem:
@@ -262,6 +266,31 @@ class Sockets:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=str(Path(self._curve_keys) / "allowed"))
+
+
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]]:
+    """A peer's routing id and the frames of its message; the caller knows that there is one.
+
+    Does what `recv_multipart` does at half its cost: a frame says itself whether more follow.
+    """
+    identity = socket.recv(NOBLOCK)
+    frames = []
+    while True:
+        frame = socket.recv(NOBLOCK, False)
+        frames.append(frame.bytes)
+        if not frame.more:
+            return identity, frames
+
+
+def _send(socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
+    """Send a message to a peer, or raise `zmq.ZMQError`; then nothing of it was sent.
+
+    ROUTER refuses a peer that is gone or full at the first frame; the others follow it unasked.
+    """
+    send, last = socket.send, len(frames) - 1
+    send(identity, NOBLOCK_MORE)
+    for n, frame in enumerate(frames):
+        send(frame, NOBLOCK if n == last else NOBLOCK_MORE)
 
 
 def _ipc_path(address: str) -> Path | None:
