@@ -282,6 +282,8 @@ def encode_request(request: p.Request) -> bytes:
         raise InvalidRequest(
             "the request holds text that is not valid Unicode (half a surrogate pair)"
         ) from None
+    except (OverflowError, RecursionError):
+        raise InvalidRequest("the request holds an integer past 64 bits, or is nested too deeply") from None
     if len(body) > p.MAX_FRAME_BYTES:
         raise InvalidRequest(f"the request has {len(body)} bytes, at most {p.MAX_FRAME_BYTES} are allowed")
     return body

@@ -72,4 +72,3 @@ class FrontendSettings(Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"
     access_log: Annotated[bool, Meta(description="one log line for each request")] = True
-    log_prompts: Annotated[bool, Meta(description="write prompts and outputs into the log")] = False

@@ -16,6 +16,7 @@ import msgspec
 
 from broker.errors import InvalidRequest
 from broker.protocol import Grammar
+from http_frontend import free_json
 from http_frontend.call_scanner import CallScanner
 from http_frontend.openai_types import ChatRequest, NamedTool, Tool, ToolCall
 
@@ -28,13 +29,24 @@ def for_template(body: ChatRequest) -> list[dict[str, Any]] | None:
     Raises:
         InvalidRequest: two tools share a name.
     """
-    listed = body.tools or []
+    listed = shown(body.tools)
+    return None if body.tool_choice == "none" else listed
+
+
+def shown(given: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as the template is given them; None if there are none.
+
+    Raises:
+        InvalidRequest: two share a name, or parameters are past the bounds of `free_json`.
+    """
+    listed = given or []
     names = [tool.function.name for tool in listed]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools: two functions have the same name.", param="tools")
-    if not listed or body.tool_choice == "none":
-        return None
-    return [msgspec.to_builtins(tool) for tool in listed]
+    for place, tool in enumerate(listed):
+        if tool.function.parameters is not None:
+            free_json.check(tool.function.parameters, f"tools[{place}].function.parameters")
+    return [msgspec.to_builtins(tool) for tool in listed] or None
 
 
 def sent_back(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
@@ -52,6 +64,7 @@ def sent_back(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{param}: {problem}.", param=param) from None
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{param}: not a JSON object.", param=param)
+        free_json.check(arguments, param)
         function = {"name": call.function.name, "arguments": arguments}
         found.append({"id": call.id, "type": "function", "function": function})
     return found

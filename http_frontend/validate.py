@@ -16,7 +16,7 @@ import msgspec
 
 from broker.errors import ContextTooLong, InvalidRequest, UnsupportedParameter
 from broker.protocol import ChatMessage, Grammar, ModelInfo, Params, Request, TextPart
-from http_frontend import tools
+from http_frontend import free_json, tools
 from http_frontend.openai_types import (
     CHAT_NOT_SERVED,
     ChatRequest,
@@ -33,7 +33,6 @@ from http_frontend.openai_types import (
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MAX_BYTES_PER_TOKEN: Final = 1024  # longer tokens are in no vocabulary we know of
-MAX_JSON_DEPTH: Final = 64
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that all seeds of one request differ
 
 
@@ -62,6 +61,7 @@ def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     grammar = _grammar(body, body.response_format)
+    shown = tools.for_template(body)  # first: it bounds what the grammar is made of
     forced = tools.forced_grammar(body)
     if forced is not None and grammar is not None:
         raise InvalidRequest("tool_choice can't be forced beside another format.", param="tool_choice")
@@ -74,7 +74,7 @@ def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
     _check_text(size, model, "messages")
     request = Request(
         messages=messages,
-        tools=tools.for_template(body),
+        tools=shown,
         add_generation_prompt=body.add_generation_prompt is not False,
         params=params,
     )
@@ -354,10 +354,9 @@ def json_schema(schema: Any, param: str) -> Grammar:
     """A grammar from a JSON schema.
 
     Raises:
-        InvalidRequest: it is nested more deeply than `MAX_JSON_DEPTH`.
+        InvalidRequest: it is past the bounds of `free_json`.
     """
-    if _deeper_than(schema, MAX_JSON_DEPTH):
-        raise InvalidRequest(f"{param}: nested more than {MAX_JSON_DEPTH} deep.", param=param)
+    free_json.check(schema, param)
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 
@@ -374,13 +373,6 @@ def _guided_json(given: Any) -> Grammar:
 
 def _one_of(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
-
-
-def _deeper_than(value: Any, depth: int) -> bool:
-    if depth < 0:
-        return True
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(_deeper_than(part, depth - 1) for part in inner)
 
 
 def _check_params(params: Params, model: ModelInfo, max_name: str) -> None:

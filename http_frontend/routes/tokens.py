@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from broker.errors import InvalidRequest
 from broker.protocol import Chunk, ModelInfo, Request
-from http_frontend import validate
+from http_frontend import tools, validate
 from http_frontend.frontend import Frontend
 from http_frontend.incoming import Incoming, decode
 from http_frontend.openai_types import (
@@ -32,13 +32,10 @@ async def tokenize(frontend: Frontend, request: Incoming) -> web.StreamResponse:
         raise InvalidRequest("Either prompt or messages is needed.", param="prompt")
     if body.messages is not None and not model.chat:
         raise InvalidRequest(f"The model {model.name} has no chat template.", param="messages")
-    tools: list[dict[str, Any]] | None = None
-    if body.tools:
-        tools = [msgspec.to_builtins(tool) for tool in body.tools]
     wanted = Request(
         prompt=body.prompt,
         messages=None if body.messages is None else validate.conversation(body.messages),
-        tools=tools,
+        tools=tools.shown(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False,
         task="tokenize",
     )

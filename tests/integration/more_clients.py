@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 
 def litellm_says(url: str) -> dict[str, Any]:
     """litellm, told that this is some server of OpenAI's API."""
-    import litellm
+    litellm = import_module("litellm")
 
     common: dict[str, Any] = {
         "model": "openai/scripted", "api_base": url, "api_key": "none-needed", "max_tokens": 5, "seed": 3,
@@ -35,9 +36,7 @@ def litellm_says(url: str) -> dict[str, Any]:
 
 def langchain_says(url: str) -> dict[str, Any]:
     """langchain-openai's chat model, with a tool bound in the last request."""
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(
+    model = import_module("langchain_openai").ChatOpenAI(
         model="scripted", base_url=url, api_key="none-needed", max_tokens=5, seed=3, max_retries=0
     )
     return {

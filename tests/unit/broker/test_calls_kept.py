@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from broker import protocol as p
-from broker.calls import MERGED, Calls, make_submit
+from broker.calls import MERGED, Calls, encode_request, make_submit
+from broker.errors import InvalidRequest
 
 
 class Silent:
@@ -32,3 +35,9 @@ def test_a_long_stream_is_sent_again_in_few_frames_and_whole() -> None:
     whole = p.merge([p.chunk_body.decode(frame) for frame in frames])
     assert whole.token_ids == list(range(count))
     assert whole.text == "".join(f"{start} " for start in range(count))
+
+
+def test_an_integer_past_64_bits_is_the_callers_fault() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**64}}}]
+    with pytest.raises(InvalidRequest):
+        encode_request(p.Request(prompt="x", tools=tools))

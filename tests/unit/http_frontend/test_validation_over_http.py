@@ -376,3 +376,34 @@ async def test_generation_maps_the_names_of_transformers(served: Served) -> None
         2,
     )
     assert [got.request.prompt for got in served.pool.submitted] == ["a", "a", "b", "b"]
+
+
+def nested(depth: int) -> Any:
+    """An object so many levels deep."""
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, nested(100), [nested(70)]])
+async def test_json_that_cant_go_on_the_wire_is_refused_by_name(served: Served, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": value}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": value})}}
+    for body, param in [
+        ({**HI, "tools": [tool]}, "tools[0].function.parameters"),
+        ({**HI, "tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({**HI, "guided_json": {"x": value}}, "guided_json"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ]:
+        await refused(served, CHAT, body, param)
+    await refused(served, "/tokenize", {**HI, "tools": [tool]}, "tools[0].function.parameters")
+
+
+async def test_json_within_the_bounds_is_served(served: Served) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": [2**64 - 1, nested(40)]}}}
+    status, answer = await served.chat(tools=[tool])
+    assert status == 200, answer
