@@ -442,7 +442,11 @@ def test_a_device_assert_ends_the_thread_and_hands_back_who_is_not_suspect() -> 
     assert [id for id, heard in bench.heard.items() if heard.handed_back] == ["c"]
 
 
-def test_a_step_in_which_every_row_fails_on_its_own_is_the_engines_end() -> None:
+def test_a_step_in_which_every_row_fails_on_its_own_is_the_engines_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Both must be taken in before the first step, however slow the machine is.
+    monkeypatch.setattr("gpu_worker.engine._INTAKE_S", DEADLINE_S)
     bench = Bench(FakeRunner(lambda tokens: 1 // 0))
     bench.submit("one", id="a")
     bench.submit("two", id="b")
