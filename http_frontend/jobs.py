@@ -67,6 +67,7 @@ class _Part:
         self.chunks: list[Chunk] = []  # not yet given to a stream, or all of them if nothing streams
         self.outcome: Outcome | None = None
         self.first_s = 0.0
+        self.tokens = 0  # heard so far
 
     def on_chunk(self, chunk: Chunk) -> None:
         try:
@@ -101,13 +102,13 @@ class Job:
         self._metrics = metrics
         self._parts: list[_Part] = []
         self._left = 0
-        loop = asyncio.get_running_loop()
-        self._first = loop.create_future()  # something has come, or it has ended
-        self._ended = loop.create_future()
+        self._first: asyncio.Future[None] | None = None  # of who waits for the first word
+        self._heard = False  # something has come, or it has ended
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stream: EventStream | None = None
         self._formatter: Formatter | None = None
         self.problem: Exception | None = None
-        self.tokens = 0  # used by the whole request, once it has ended
+        self.tokens = 0  # used by the whole request, once it is closed
         self.worker = ""
 
     def start(self, asked: Sequence[tuple[Submit, Request]], timeout_s: float) -> None:
@@ -140,7 +141,9 @@ class Job:
         Raises:
             LoadOnceError: it failed before that.
         """
-        await self._first
+        if not self._heard and not self._ended.done():
+            self._first = asyncio.get_running_loop().create_future()
+            await self._first
         self._raise()
 
     async def stream(self, stream: EventStream, formatter: Formatter) -> None:
@@ -162,8 +165,10 @@ class Job:
         if self._stream is not None:
             self._stream.drop()
         for part in self._parts:
-            if part.outcome is None and self._left:
-                self._pool.cancel(part.id)
+            if part.outcome is None:
+                self.tokens += part.tokens  # who leaves early pays for what was made
+                if self._left:
+                    self._pool.cancel(part.id)
         self._parts.clear()  # they know us, and we them: without this only the garbage collector ends it
 
     # ── what the pool says ───────────────────────────────────────────────────────────────────────
@@ -172,14 +177,14 @@ class Job:
         """New output of a part."""
         if self._ended.done():
             return
+        part.tokens += len(chunk.token_ids)
         if not part.first_s:
             part.first_s = self._clock() - self._started
         if self._formatter is not None:
             self._send(self._formatter.chunk(part.index, chunk))
             return
         part.chunks.append(chunk)
-        if not self._first.done():
-            self._first.set_result(None)
+        self._note_first()
 
     def heard_done(self, part: _Part, done: Done, outcome: Outcome) -> None:
         """A part has ended well."""
@@ -194,8 +199,8 @@ class Job:
         if self._left == 0:
             self._end_stream()
             self._wake()
-        elif not self._first.done():
-            self._first.set_result(None)
+        else:
+            self._note_first()
 
     def fail(self, problem: Exception) -> None:
         """The whole job ends in an error: what still runs is cancelled."""
@@ -242,9 +247,14 @@ class Job:
             self._wake()
 
     def _wake(self) -> None:
-        for future in (self._first, self._ended):
-            if not future.done():
-                future.set_result(None)
+        self._note_first()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _note_first(self) -> None:
+        self._heard = True
+        if self._first is not None and not self._first.done():
+            self._first.set_result(None)
 
     def _raise(self) -> None:
         if self.problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from http_frontend import keys as keys_module
 from http_frontend.keys import KeyFileError, Keys, digest_of
+from tests.unit.http_frontend.fake_pool import FakePool, Submitted
 from tests.unit.http_frontend.serving import CHAT, serving, user
 
 
@@ -135,3 +137,28 @@ async def test_a_keys_rate_is_kept_and_told(tmp_path: Path, capsys: pytest.Captu
         status, _, headers = await served.post(CHAT, body, headers=bearer(other))
         assert status == 200
         assert "x-ratelimit-limit-requests" not in headers
+
+
+async def test_tokens_of_a_stream_that_was_left_early_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "k"
+    key = make_key(path, "--name", "a", "--tokens-per-minute", "100", capsys=capsys)
+    keys = Keys(path)
+    keys.reload()
+
+    def script(got: Submitted) -> None:
+        for _ in range(150):
+            got.say("x")
+
+    pool = FakePool(script)
+    async with serving(pool, keys=keys) as served:
+        body = {"messages": [user("x")], "stream": True}
+        async with served.http.post(CHAT, json=body, headers=bearer(key)) as answer:
+            assert answer.status == 200
+            await answer.content.readany()
+        async with asyncio.timeout(5):
+            while not pool.cancelled:
+                await asyncio.sleep(0.01)
+        status, said, _ = await served.post(CHAT, {"messages": [user("x")]}, headers=bearer(key))
+        assert (status, said["error"]["code"]) == (429, "rate_limit_exceeded")
