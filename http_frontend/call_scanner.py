@@ -75,27 +75,27 @@ class CallScanner:
             self._in_string = False
 
     def _structure(self, char: str) -> None:
+        top = self._depth == 1 and not self._bare  # among the call's own keys
         if self._depth == 0:
             self.broken = char != "{"
             self._depth = 1
             self._note(char)
-        elif char in _SPACE:
-            if self._depth > 1 or self._bare:
-                self._note(char)
-        elif char == '"':
-            self._in_string = True
-            self._note(char)
-        elif char in "{[":
-            self.broken = self._depth == 1 and not self._bare and self._key is None
-            self._depth += 1
-            self._note(char)
         elif char in "}]":
             self._down(char)
-        elif self._depth == 1 and not self._bare and char in ":,":
+        elif top and char in ":,":
             self._separator(char)
-        else:
-            self.broken = self._depth == 1 and not self._bare and self._key is None
-            self._note(char)
+        elif not (top and char in _SPACE):
+            self._value(char, top)
+
+    def _value(self, char: str, top: bool) -> None:
+        """A character of a key or a value, outside strings."""
+        if char == '"':
+            self._in_string = True
+        elif top and self._key is None and char not in _SPACE:
+            self.broken = True  # a key is a string
+        if char in "{[":
+            self._depth += 1
+        self._note(char)
 
     def _separator(self, char: str) -> None:
         if char == ",":

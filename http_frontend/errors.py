@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from broker.errors import InternalError, LoadOnceError
-from http_frontend.openai_types import ErrorBody, ErrorResponse, GenerationError
+from http_frontend.openai_types import ErrorBody, ErrorResponse
+from http_frontend.own_types import GenerationError
 
 RETRY_AFTER_S: Final = 1  # when nobody measured how long
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from http_frontend import openai_types as t
+from http_frontend import own_types as own
 
 JSON: Final = "application/json"
 
@@ -37,14 +38,18 @@ OPERATIONS: Final[dict[str, Operation]] = {
         "post", "Continue a text", t.CompletionResponse, t.CompletionRequest, streams=True
     ),
     "/generation": Operation(
-        "post", "Continue a text, as before", t.GenerationResponse, t.GenerationRequest, t.GenerationError
+        "post",
+        "Continue a text, as before",
+        own.GenerationResponse,
+        own.GenerationRequest,
+        own.GenerationError,
     ),
-    "/tokenize": Operation("post", "Text to token ids", t.TokenizeResponse, t.TokenizeRequest),
-    "/detokenize": Operation("post", "Token ids to text", t.DetokenizeResponse, t.DetokenizeRequest),
+    "/tokenize": Operation("post", "Text to token ids", own.TokenizeResponse, own.TokenizeRequest),
+    "/detokenize": Operation("post", "Token ids to text", own.DetokenizeResponse, own.DetokenizeRequest),
     "/v1/models": Operation("get", "The models that are served", t.ModelList),
     "/v1/models/{model}": Operation("get", "One of them", t.ModelCard, parameters=("model",)),
-    "/health": Operation("get", "Is this process alive?", t.Health),
-    "/ready": Operation("get", "Can a worker serve?", t.Health, more={503: t.Health}),
+    "/health": Operation("get", "Is this process alive?", own.Health),
+    "/ready": Operation("get", "Can a worker serve?", own.Health, more={503: own.Health}),
     "/metrics": Operation("get", "Counters, in Prometheus' text format", _TEXT),
     "/openapi.json": Operation("get", "This document", dict[str, Any]),
     "/docs": Operation("get", "This document, to look at", _HTML),

@@ -22,8 +22,6 @@ from http_frontend.openai_types import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    GenerationRequest,
-    GenParams,
     InputMessage,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -60,15 +58,11 @@ def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    grammar = _grammar(body, body.response_format)
     shown = tools.for_template(body)  # first: it bounds what the grammar is made of
-    forced = tools.forced_grammar(body)
-    if forced is not None and grammar is not None:
-        raise InvalidRequest("tool_choice can't be forced beside another format.", param="tool_choice")
-    params = _params(body, _chat_max_tokens(body), forced or grammar)
+    params = _params(body, _chat_max_tokens(body), _chat_grammar(body))
     if body.logprobs:
         params.logprobs = body.top_logprobs or 0
-    _check_params(params, model, "max_completion_tokens" if body.max_tokens is None else "max_tokens")
+    check_params(params, model, "max_completion_tokens" if body.max_tokens is None else "max_tokens")
     messages = conversation(body.messages)
     size = sum(len(message.text) for message in messages)
     _check_text(size, model, "messages")
@@ -78,7 +72,7 @@ def chat(body: ChatRequest, model: ModelInfo, max_n: int) -> Ask:
         add_generation_prompt=body.add_generation_prompt is not False,
         params=params,
     )
-    return Ask(_seeded([request], n, body.seed), n)
+    return Ask(seeded([request], n, body.seed), n)
 
 
 def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
@@ -92,12 +86,7 @@ def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
         raise UnsupportedParameter("best_of: only the value of n is served.", param="best_of")
     if body.suffix:
         raise UnsupportedParameter("suffix: the models here only continue.", param="suffix")
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens: 0 is of use only with echo.", param="max_tokens")
-    if body.max_tokens is None and body.min_tokens is not None:
-        max_tokens = max(max_tokens, body.min_tokens)
-    params = _params(body, max_tokens, _grammar(body, body.response_format))
+    params = _params(body, _completion_max_tokens(body), _grammar(body, body.response_format))
     params.logprobs = body.logprobs
     if body.echo:
         params.echo = True
@@ -105,89 +94,11 @@ def completion(body: CompletionRequest, model: ModelInfo, max_n: int) -> Ask:
     found = prompts(body.prompt, max_n)
     if len(found) * n > max_n:
         raise InvalidRequest(f"prompt: {len(found)} prompts × n {n} are more than {max_n}.", param="prompt")
-    _check_params(params, model, "max_tokens")
+    check_params(params, model, "max_tokens")
     for request in found:
         request.params = params
-        _check_prompt(request, model)
-    return Ask(_seeded(found, n, body.seed), n)
-
-
-# transformers' parameters that are accepted with the value that changes nothing.
-GEN_PARAMS_HARMLESS: Final[dict[str, tuple[object, ...]]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "no_repeat_ngram_size": (0,),
-    "typical_p": (1.0,),
-    "length_penalty": (1.0,),
-    "diversity_penalty": (0.0,),
-    "early_stopping": (False,),
-    "use_cache": (True,),
-    "clean_up_tokenization_spaces": (False,),
-    "return_dict_in_generate": (False,),
-    "return_tensors": (False,),
-    "return_text": (True,),
-}
-GEN_PARAMS_NOT_SERVED: Final = {
-    "max_length": "use max_new_tokens",
-    "min_length": "use min_new_tokens",
-    "bad_words_ids": "not implemented",
-    "force_words_ids": "not implemented",
-    "penalty_alpha": "contrastive search isn't implemented",
-    "max_time": "use max_new_tokens",
-    "prefix": "put it into the prompt",
-    "handle_long_generation": "shorten the prompt",
-}
-
-
-def generation(body: GenerationRequest, model: ModelInfo, max_n: int) -> Ask:
-    """Check a request of `POST /generation` and make its protocol requests.
-
-    Raises:
-        InvalidRequest: names the field at fault.
-    """
-    given = body.gen_params or GenParams()
-    _refuse_gen_params(given)
-    if body.max_new_tokens is not None and given.max_new_tokens is not None:
-        raise InvalidRequest("max_new_tokens: given twice.", param="max_new_tokens")
-    if body.return_full_text is not None and given.return_full_text is not None:
-        raise InvalidRequest("return_full_text: given twice.", param="return_full_text")
-    params = Params(max_tokens=body.max_new_tokens or given.max_new_tokens)
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "skip_special_tokens"):
-        value = getattr(given, name)
-        if value is not None:
-            setattr(params, name, value)
-    if given.do_sample is False:
-        params.temperature = 0.0
-    params.min_tokens = given.min_new_tokens or 0
-    if given.stop_strings:
-        params.stop = [given.stop_strings] if isinstance(given.stop_strings, str) else given.stop_strings
-        params.include_stop = True  # as transformers does
-    if given.eos_token_id is not None:
-        ids = given.eos_token_id
-        params.stop_token_ids = [ids] if isinstance(ids, int) else ids
-    n = given.num_return_sequences or 1
-    found = prompts(body.prompt, max_n)
-    if len(found) * n > max_n:
-        raise InvalidRequest(f"gen_params.num_return_sequences: more than {max_n} texts in all.")
-    _check_params(params, model, "max_new_tokens")
-    for request in found:
-        request.params = params
-        _check_prompt(request, model)
-    return Ask(_seeded(found, n, given.seed), n)
-
-
-def _refuse_gen_params(given: GenParams) -> None:
-    for name, harmless in GEN_PARAMS_HARMLESS.items():
-        value = getattr(given, name)
-        if value is not None and value not in harmless:
-            raise UnsupportedParameter(
-                f"gen_params.{name}: only {harmless[0]} is served.", param=f"gen_params.{name}"
-            )
-    for name, instead in GEN_PARAMS_NOT_SERVED.items():
-        if getattr(given, name) is not None:
-            raise UnsupportedParameter(
-                f"gen_params.{name}: not served here: {instead}.", param=f"gen_params.{name}"
-            )
+        check_prompt(request, model)
+    return Ask(seeded(found, n, body.seed), n)
 
 
 def prompts(given: str | Sequence[str | int | list[int]], most: int) -> list[Request]:
@@ -272,6 +183,21 @@ def _chat_max_tokens(body: ChatRequest) -> int | None:
         param = "max_tokens" if body.max_tokens == 0 else "max_completion_tokens"
         raise InvalidRequest(f"{param}: must be at least 1.", param=param)
     return value
+
+
+def _completion_max_tokens(body: CompletionRequest) -> int:
+    if body.max_tokens is None:
+        return max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 is of use only with echo.", param="max_tokens")
+    return body.max_tokens
+
+
+def _chat_grammar(body: ChatRequest) -> Grammar | None:
+    grammar, forced = _grammar(body, body.response_format), tools.forced_grammar(body)
+    if forced is not None and grammar is not None:
+        raise InvalidRequest("tool_choice can't be forced beside another format.", param="tool_choice")
+    return forced or grammar
 
 
 # The fields of `Generation` that go into `Params` under the same name when they are given.
@@ -375,7 +301,12 @@ def _one_of(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
 
 
-def _check_params(params: Params, model: ModelInfo, max_name: str) -> None:
+def check_params(params: Params, model: ModelInfo, max_name: str) -> None:
+    """What depends on the model; `max_name` is what the request calls its max_tokens.
+
+    Raises:
+        InvalidRequest: names the field at fault.
+    """
     limit = params.max_tokens
     if limit is not None and limit >= model.context:
         raise ContextTooLong(
@@ -389,8 +320,12 @@ def _check_params(params: Params, model: ModelInfo, max_name: str) -> None:
     tokens_in_vocabulary(params.stop_token_ids, model, "stop_token_ids")
 
 
-def _check_prompt(request: Request, model: ModelInfo) -> None:
-    """Refuse what certainly can't fit."""
+def check_prompt(request: Request, model: ModelInfo) -> None:
+    """Refuse what certainly can't fit, and ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: names `prompt`.
+    """
     if request.token_ids is None:
         _check_text(len(request.prompt or ""), model, "prompt")
         return
@@ -412,7 +347,7 @@ def _check_text(chars: int, model: ModelInfo, param: str) -> None:
         )
 
 
-def _seeded(requests: Sequence[Request], n: int, seed: int | None) -> list[Request]:
+def seeded(requests: Sequence[Request], n: int, seed: int | None) -> list[Request]:
     """Each request n times, every one with its own seed, all derived from the first."""
     first = random.getrandbits(63) if seed is None else seed
     if n == 1 and len(requests) == 1:

@@ -7,10 +7,10 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from http_frontend import validate
+from http_frontend import validate_generation
 from http_frontend.frontend import Frontend
 from http_frontend.incoming import Incoming, decode
-from http_frontend.openai_types import (
+from http_frontend.own_types import (
     GeneratedText,
     GenerationRequest,
     GenerationResponse,
@@ -26,7 +26,7 @@ async def generation(frontend: Frontend, request: Incoming) -> web.StreamRespons
     """Texts for one prompt or a list of them, prompts first, then `num_return_sequences`."""
     body: GenerationRequest = decode(_body, await frontend.body(request))
     model = frontend.catalogue.find(body.model)
-    ask = validate.generation(body, model, frontend.settings.max_n)
+    ask = validate_generation.generation(body, model, frontend.settings.max_n)
     given = body.gen_params or GenParams()
     full = body.return_full_text is not False and given.return_full_text is not False
     job = frontend.start(request, model, ask, stream=False)

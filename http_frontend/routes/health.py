@@ -8,7 +8,7 @@ from aiohttp import web
 from http_frontend.frontend import Frontend
 from http_frontend.incoming import Incoming
 from http_frontend.metrics import CONTENT_TYPE
-from http_frontend.openai_types import Health
+from http_frontend.own_types import Health
 from http_frontend.replies import Reply
 
 

@@ -12,7 +12,7 @@ from broker.protocol import Chunk, ModelInfo, Request
 from http_frontend import tools, validate
 from http_frontend.frontend import Frontend
 from http_frontend.incoming import Incoming, decode
-from http_frontend.openai_types import (
+from http_frontend.own_types import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
