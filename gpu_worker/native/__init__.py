@@ -29,14 +29,6 @@ _FLAGS: Final = (
     "-fPIC",
     "-shared",
 )
-    "-std=c++20",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp-simd",
-    "-fPIC",
-    "-shared",
-)
 _BUILD_TIMEOUT_S: Final = 300
 
 
