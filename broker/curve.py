@@ -15,7 +15,7 @@ from typing import Any, Final
 import zmq
 import zmq.auth
 
-_LOCAL: Final = re.compile(r"^(ipc://|inproc://|tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\])[:])")
+_LOCAL: Final = re.compile(r"^(ipc://|inproc://|tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\])(:|$))")
 
 
 class KeysMissing(ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -193,8 +194,10 @@ class Sockets:
         clients, workers, _ = self._bound()
         while out := self._scheduler.take():
             unreachable: dict[tuple[Side, bytes], str] = {}
+            unsent: dict[bytes, list[bytes]] = defaultdict(list)  # headers, by peer
             for side, identity, frames in out:
                 if (side, identity) in unreachable:
+                    unsent[identity].append(frames[0])
                     continue
                 socket = clients if side == "client" else workers
                 try:
@@ -203,12 +206,14 @@ class Sockets:
                     unreachable[side, identity] = "it doesn't read what it is sent"
                 except zmq.ZMQError as problem:
                     unreachable[side, identity] = str(problem)
+                if (side, identity) in unreachable:
+                    unsent[identity].append(frames[0])
             for (side, identity), reason in unreachable.items():
                 self._scheduler.metrics.unroutable += 1
                 if side == "client":
                     self._scheduler.on_client_gone(identity, reason, now)
                 else:
-                    self._scheduler.on_worker_unroutable(identity, now)
+                    self._scheduler.on_worker_unroutable(identity, now, unsent[identity])
 
     # ── binding ──────────────────────────────────────────────────────────────────────────────────
 
@@ -218,6 +223,8 @@ class Sockets:
 
     def _listen(self, which: str) -> zmq.Socket[bytes]:
         address = self._addresses[which]
+        if not address.startswith(("ipc://", "tcp://")):
+            raise CannotListen(f"{which}: {address} is no address; it begins with ipc:// or tcp://")
         socket = self._context.socket(zmq.ROUTER)
         # All before bind: afterwards they would hold for later connections only, or not at all.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
