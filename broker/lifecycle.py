@@ -6,7 +6,7 @@ events that lead here are `scheduler`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final, Literal
 
 from broker import protocol as p
@@ -172,10 +172,13 @@ class Lifecycle:
             for queue in self.queues.values():
                 queue.refunded(tenant)
 
-    def lose(self, worker: Worker, reason: str, now: float, *, blame: bool = True) -> None:
+    def lose(
+        self, worker: Worker, reason: str, now: float, *, blame: bool = True, spared: Set[str] = frozenset()
+    ) -> None:
         """A worker is gone: what it had in hand goes to the head of the queue.
 
-        With `blame`, it went down with the requests in hand, and one that did so too often is ended.
+        With `blame`, it went down with the requests in hand, and one that did so too often is ended; not
+        those `spared` (work ids), which never reached it.
         """
         level = self.log.warning if blame else self.log.info
         level(
@@ -186,13 +189,14 @@ class Lifecycle:
         worker.move(WorkerState.GONE)
         self.catalogue.leave(worker, now)
         if blame:
-            self._end_poison(worker, jobs, now)
+            blamed = [job for job in jobs if job.work_id not in spared]
+            self._end_poison(worker.suspects - spared, blamed, now)
         self.take_back([job for job in jobs if job.state is State.RUNNING], now)
         del self.workers[worker.identity]
 
-    def _end_poison(self, worker: Worker, jobs: Sequence[Job], now: float) -> None:
-        """Count the worker's death against what it had in hand, and end what has had too many."""
-        suspects, limit = set(worker.suspects), self.settings.max_attempts
+    def _end_poison(self, suspects: Set[str], jobs: Sequence[Job], now: float) -> None:
+        """Count a worker's death against what it had in hand, and end what has had too many."""
+        limit = self.settings.max_attempts
         for job in jobs:
             job.note_death(limit)
         for job in jobs:

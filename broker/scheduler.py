@@ -325,11 +325,13 @@ class Scheduler:
             self.metrics.failed["client_gone"] += 1
             self.life.drop(job, now)
 
-    def on_worker_unroutable(self, identity: bytes, now: float) -> None:
-        """A message could not be handed to a worker: it is gone."""
+    def on_worker_unroutable(self, identity: bytes, now: float, headers: Sequence[bytes] = ()) -> None:
+        """Messages could not be handed to a worker: it is gone. Work among them had no part in that."""
         worker = self.life.workers.get(identity)
         if worker is not None:
-            self.life.lose(worker, "it can't be reached", now)
+            unsent = [p.decode_header(p.to_worker, header) for header in headers]
+            spared = frozenset(message.id for message in unsent if isinstance(message, p.Work))
+            self.life.lose(worker, "it can't be reached", now, spared=spared)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 

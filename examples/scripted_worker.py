@@ -93,7 +93,8 @@ class ScriptedWorker:
     def run(self) -> None:
         """Serve until told to leave."""
         self.register()
-        beat_due = step_due = time.monotonic()
+        step_due = time.monotonic()
+        beat_due = step_due + p.BEAT_INTERVAL_S  # the registration counts as the first
         while time.monotonic() < self.leaves_at and not (self.stopping and not self.jobs):
             due = min(beat_due, step_due if self.jobs else beat_due)
             if self.socket.poll(max(0, int(1000 * (due - time.monotonic())))):

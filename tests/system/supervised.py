@@ -221,7 +221,7 @@ def supervised(name: str = "") -> Iterator[Supervised]:
         yield place
     except BaseException:
         for path in sorted((place.directory / "run").glob("*.log")):
-            print(f"── {path.name} ──\n{path.read_text(errors='replace')[-3000:]}")
+            print(f"── {path.name} ──\n{path.read_text(errors='replace')[-20000:]}")
         raise
     finally:
         place.close()

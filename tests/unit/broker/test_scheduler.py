@@ -419,6 +419,19 @@ def test_a_request_that_took_down_two_workers_is_not_tried_again() -> None:
     assert stage.work(third) == []
 
 
+def test_work_that_never_reached_a_dead_worker_is_not_blamed_for_its_death() -> None:
+    stage = Stage()
+    workers = [stage.ready(f"gpu{n}", pid=n + 1) for n in range(4)]
+    stage.submit("innocent")
+    stage.admin.gone(1, "", stage.clock.now)  # the only death that it was there for
+    for dead in workers[1:3]:
+        (message,) = [frames for _, identity, frames in stage.scheduler.take() if identity == dead]
+        stage.scheduler.on_worker_unroutable(dead, stage.clock.now, [message[0]])
+    stage.settle()
+    stage.worker(workers[3], p.Done(stage.one_work(workers[3])), outcome())
+    assert isinstance(stage.end_of("innocent"), p.Done)
+
+
 def test_output_clears_a_request_of_its_worker_s_death() -> None:
     stage = Stage()
     for n in range(4):

@@ -9,6 +9,8 @@ ended exactly once and nothing of it may be kept.
 from __future__ import annotations
 
 import io
+from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -111,12 +113,14 @@ class BrokerMachine(RuleBasedStateMachine):
         """Count a worker's death for what it had in hand, to check who may end in `request_failed`."""
         lose = self.scheduler.life.lose
 
-        def counted(worker: Worker, reason: str, now: float, *, blame: bool = True) -> None:
+        def counted(
+            worker: Worker, reason: str, now: float, *, blame: bool = True, spared: Set[str] = frozenset()
+        ) -> None:
             for job in worker.jobs.values() if blame else ():
                 player = self.player(job.client)
-                if player is not None:
+                if player is not None and job.work_id not in spared:
                     player.asked[job.submit.id].deaths += 1
-            lose(worker, reason, now, blame=blame)
+            lose(worker, reason, now, blame=blame, spared=spared)
 
         self.scheduler.life.lose = counted  # type: ignore[method-assign]
 
@@ -124,7 +128,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Deliver to clients at once, to workers into their inboxes; the dead can't be reached."""
         self.scheduler.check()
         while out := self.scheduler.take():
-            lost: list[tuple[Side, bytes]] = []
+            lost: dict[tuple[Side, bytes], list[bytes]] = defaultdict(list)  # headers
             for side, identity, frames in out:
                 _, header, body = p.split(frames)
                 if side == "client":
@@ -132,17 +136,17 @@ class BrokerMachine(RuleBasedStateMachine):
                     if player is not None:
                         self.client_hears(player, p.decode_header(p.to_client, header), list(body))
                     else:
-                        lost.append((side, identity))
+                        lost[side, identity].append(header)
                 elif identity in self.machines:
                     message = p.decode_header(p.to_worker, header)
                     self.machines[identity].inbox.append((message, list(body)))
                 else:
-                    lost.append((side, identity))
-            for side, identity in lost:
+                    lost[side, identity].append(header)
+            for (side, identity), headers in lost.items():
                 if side == "client":
                     self.scheduler.on_client_gone(identity, "no route", self.clock.now)
                 else:
-                    self.scheduler.on_worker_unroutable(identity, self.clock.now)
+                    self.scheduler.on_worker_unroutable(identity, self.clock.now, headers)
             self.scheduler.check()
 
     def player(self, identity: bytes) -> Player | None:
