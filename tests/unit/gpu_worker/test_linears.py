@@ -1,0 +1,84 @@
+"""Our linear kernels against torch's and bitsandbytes' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpu_worker import linears, native
+from gpu_worker.linears import Nf4Linear
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> Iterator[None]:
+    native.load(native.cache_directory(""))
+    if not torch.ops.loadonce.has_bf16_dot():
+        pytest.skip("this processor has no bfloat16 dot product")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_close(ours: Tensor, exact: Tensor) -> None:
+    assert float((ours.double() - exact).norm() / exact.norm()) < 0.005
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("depth", [32, 77, 576])
+@pytest.mark.parametrize("columns", [3, 64, 1537])
+@pytest.mark.parametrize("rows", [1, 6, 7, 64, 130])
+def test_a_linear_layer_of_any_shape(rows: int, columns: int, depth: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(depth, columns, bias=bias)).to(torch.bfloat16)
+    x = torch.randn(1, rows, depth).to(torch.bfloat16)
+    exact = nn.functional.linear(
+        x.double(), model[0].weight.double(), model[0].bias.double() if bias else None
+    )
+
+    assert linears.use_kernels(model) == 1
+
+    with torch.inference_mode():
+        assert_close(model(x), exact)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 64, 130])
+def test_a_4_bit_layer_keeps_its_weights(rows: int, nested: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear4bit(
+        576, 200, bias=bias, compute_dtype=torch.bfloat16, compress_statistics=nested, quant_type="nf4"
+    ).to(torch.bfloat16)
+    model = nn.Sequential(layer).to("cpu")
+    weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    x = torch.randn(1, rows, 576).to(torch.bfloat16)
+    exact = nn.functional.linear(x.double(), weight.double(), layer.bias.double() if bias else None)
+
+    assert linears.use_kernels(model) == 1
+
+    assert isinstance(model[0], Nf4Linear)
+    with torch.inference_mode():
+        assert_close(model(x), exact)
+
+
+def test_a_layer_built_from_the_shape_alone_has_the_same_tensors() -> None:
+    layer = bitsandbytes.nn.Linear4bit(64, 32, compute_dtype=torch.bfloat16, quant_type="nf4")
+    model = nn.Sequential(layer.to(torch.bfloat16)).to("cpu")
+    linears.use_kernels(model)
+    [(name, shape)] = linears.nf4_shapes(model).items()
+    built = Nf4Linear.like(shape)
+    assert name == "0"
+    assert {n: (t.dtype, t.shape) for n, t in built.named_buffers()} == {
+        n: (t.dtype, t.shape) for n, t in model[0].named_buffers()
+    }
+
+
+def test_layers_that_the_kernel_can_not_compute_stay() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 8))
+    assert linears.use_kernels(model) == 0
