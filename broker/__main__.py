@@ -24,7 +24,7 @@ EXIT_CANNOT_LISTEN: Final = 3
 PROG: Final = "python -m broker"
 #: Containers made and not yet freed before Python looks for cycles. We make none of our own on the way of a
 #: request, and a long queue of requests is expensive to walk through again and again.
-GC_THRESHOLD: Final = 100_000
+GC_THRESHOLD: Final = 10_000
 
 
 def main(argv: list[str]) -> int:

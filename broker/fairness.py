@@ -29,7 +29,9 @@ class LeastFirst:
 
     def push(self, tenant: str) -> None:
         """A member came in, or its counter went down. O(log members)."""
-        if len(self._heap) > 2 * len(self._members) + 16:
+        if len(self._members) == 1:
+            self._heap = [(*self._fairness.standing(tenant), tenant)]
+        elif len(self._heap) > 2 * len(self._members) + 16:
             self._heap = [(*self._fairness.standing(member), member) for member in self._members]
             heapq.heapify(self._heap)
         else:

@@ -24,6 +24,8 @@ class State(enum.Enum):
     RUNNING = "running"
     ENDED = "ended"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and each request asks four times
+
 
 #: What may follow what. A request in flight is queued or running; an ended one is forgotten.
 TRANSITIONS: dict[State, frozenset[State]] = {
