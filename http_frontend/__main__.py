@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -28,7 +29,7 @@ from http_frontend.frontend import Frontend
 from http_frontend.keys import KeyFileError, Keys
 from http_frontend.limits import Hosts, Origins, is_loopback
 from http_frontend.metrics import Siblings, merge
-from http_frontend.server import Server, bind
+from http_frontend.server import Server, answers, bind
 from http_frontend.settings import FrontendSettings
 from http_frontend.tracing import AccessLog
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
         tls = _tls(settings)
         broker_at = addresses.address("clients", settings.clients, settings.run_dir)
         _check_address(broker_at, settings.curve_keys)
-        addresses.make_run_dir(settings.run_dir)
+        _check_port(settings, addresses.make_run_dir(settings.run_dir))
         sock = bind(settings.host, settings.port, reuse_port=settings.reuse_port)
     except _Unsafe as problem:
         return _say(problem, EXIT_UNSAFE)
@@ -101,6 +102,17 @@ def _check_address(broker_at: str, curve_keys: str) -> None:
         curve.connect(probe, broker_at, curve_keys)
 
 
+def _check_port(settings: FrontendSettings, directory: Path) -> None:
+    """A port is shared with our own kind only: two pools on it would answer each other's requests.
+
+    Raises:
+        OSError: somebody listens there who isn't a frontend of this run directory.
+    """
+    host, port = settings.host, settings.port
+    if settings.reuse_port and port and not Siblings.known(directory, port) and answers(host, port):
+        raise OSError(errno.EADDRINUSE, "another program, or another pool, has this port")
+
+
 def _tls(settings: FrontendSettings) -> ssl.SSLContext | None:
     if not settings.tls_cert:
         return None
@@ -125,7 +137,8 @@ async def _serve(
     pool = AsyncClient(broker_at, curve_keys=settings.curve_keys)
     context = zmq.asyncio.Context()
     frontend = _wire(settings, keys, pool, log)
-    siblings = Siblings(addresses.run_dir(settings.run_dir).absolute(), frontend.metrics.text)
+    host, port = sock.getsockname()[:2]
+    siblings = Siblings(addresses.run_dir(settings.run_dir).absolute(), port, frontend.metrics.text)
     frontend.scrape = lambda: _scrape(frontend, context, siblings)
     server = Server(frontend)
     await siblings.open()
@@ -135,7 +148,6 @@ async def _serve(
     await server.start(sock, tls)
     if keys is not None:
         background.append(_watched(stop, _reload_keys(keys, log), log))
-    host, port = sock.getsockname()[:2]
     log.info("listening", host=host, port=port, tls=tls is not None, broker=broker_at, keys=keys is not None)
     gc.collect()
     gc.freeze()  # what is here now stays: the collector needn't walk over it again and again

@@ -211,12 +211,13 @@ class Siblings:
 
     Args:
         directory: the run directory.
+        port: of this frontend.
         mine: gives this frontend's text.
     """
 
-    def __init__(self, directory: Path, mine: Callable[[], bytes]) -> None:
+    def __init__(self, directory: Path, port: int, mine: Callable[[], bytes]) -> None:
         self._directory = directory
-        self._path = directory / f"frontend-{os.getpid()}"
+        self._path = directory / f"frontend-{port}-{os.getpid()}"
         self._mine = mine
         self._server: asyncio.Server | None = None
 
@@ -231,6 +232,11 @@ class Siblings:
             self._server.close()
             await self._server.wait_closed()
             self._path.unlink(missing_ok=True)
+
+    @staticmethod
+    def known(directory: Path, port: int) -> bool:
+        """Whether a frontend of this run directory has, or had, that port."""
+        return any(directory.glob(f"frontend-{port}-*"))
 
     async def ask(self) -> list[str]:
         """What the others say; those that don't answer in time are left out."""

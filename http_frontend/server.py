@@ -129,6 +129,18 @@ class Server(web.Server):
             await asyncio.sleep(POLL_S)
 
 
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there already, which a port that may be shared doesn't tell by itself."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        "" if host in ("0.0.0.0", "::") else host,
+        port,
+        type=socket.SOCK_STREAM,  # noqa: S104
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(address) == 0
+
+
 def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     """A bound TCP socket.
 

@@ -99,6 +99,12 @@ def test_frontends_share_a_port_and_one_may_leave() -> None:
             assert served.post("/generation", {"prompt": "x", "max_new_tokens": 1})[0] == 200
 
 
+def test_two_pools_dont_share_a_port_by_mistake(tmp_path: Path) -> None:
+    with http_pool() as served:
+        ended = run_frontend("--port", str(served.port), LOADONCE_RUN_DIR=str(tmp_path))
+        assert_one_line(ended, EXIT_ADDRESS, str(served.port), "another pool")
+
+
 def test_sigterm_finishes_what_is_in_hand(tmp_path: Path) -> None:
     with http_pool(worker=("--steps-per-s", "20")) as served, served.openai(max_retries=0) as client:
         stream = client.chat.completions.create(model="scripted", messages=HI, max_tokens=30, stream=True)

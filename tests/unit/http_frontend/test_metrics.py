@@ -67,14 +67,16 @@ async def test_a_request_is_counted_under_the_fields_usual_names() -> None:
 async def test_siblings_are_found_and_the_dead_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = Siblings(tmp_path, lambda: b"live")
+    live = Siblings(tmp_path, 1, lambda: b"live")
     await live.open()
     (tmp_path / f"frontend-{live_pid(tmp_path)}").rename(tmp_path / "frontend-other")
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(tmp_path / "frontend-dead"))
     dead.close()
-    mine = Siblings(tmp_path, lambda: b"mine")
+    mine = Siblings(tmp_path, 2, lambda: b"mine")
     await mine.open()
+    assert Siblings.known(tmp_path, 2)
+    assert not Siblings.known(tmp_path, 3)
     assert await mine.ask() == ["live"]
     assert not (tmp_path / "frontend-dead").exists()
     await asyncio.gather(mine.close(), live.close())
