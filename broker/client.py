@@ -24,17 +24,15 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from broker import protocol as p
+from broker import wire
 from broker.addresses import address as default_address
 from broker.calls import Calls, Listener, make_submit
 from broker.errors import Cancelled, LoadOnceError, Overloaded, ProtocolError, Unavailable
 from broker.requests import Completion, Turn, completion, conversation, generation
-from broker.wire import open_dealer
 
 TIMEOUT_S: Final = 300.0
 TICK_S: Final = 0.25
 RECEIVE_S: Final = 0.005  # of reading in a row
-# As plain numbers: pyzmq's flags cost more than the system call that they are for.
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 BUFFERED_CHUNKS: Final = 10_000  # of one stream that its reader hasn't taken yet
 
 T = TypeVar("T")
@@ -76,7 +74,7 @@ class _Loop:
         self.pid = os.getpid()
         self.calls = Calls(time.monotonic())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_dealer(self._context, address, curve_keys)
+        self._socket = wire.open_dealer(self._context, address, curve_keys)
         self._todo: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
@@ -556,7 +554,7 @@ class AsyncClient:
         elif self._socket is not None:
             _of_the_parent.append((self._socket, self._context))
         self._context = zmq.Context()
-        self._socket = open_dealer(
+        self._socket = wire.open_dealer(
             self._context, self._address or default_address("clients"), self._curve_keys
         )
         self._pid, self._loop = os.getpid(), loop
@@ -586,7 +584,7 @@ class AsyncClient:
         # very end. Asking is cheaper than finding nothing, which raises.
         while socket is not None:
             _send(socket, self._calls)
-            if not _readable(socket):
+            if not wire.readable(socket):
                 return
             now = time.monotonic()
             if now >= until:
@@ -624,24 +622,20 @@ def _receive(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
     What can't be decoded is dropped: the call's own timeout covers it.
     """
     until = now + RECEIVE_S
-    while time.monotonic() < until and _readable(socket):
+    while time.monotonic() < until and wire.readable(socket):
         _receive_one(socket, calls, now)
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def _receive_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
     with contextlib.suppress(zmq.Again, ProtocolError):
-        calls.on_message(socket.recv_multipart(_NOBLOCK), now)
+        calls.on_message(wire.receive(socket), now)
 
 
 def _send(socket: zmq.Socket[bytes], calls: Calls) -> None:
     """Send all that is due. What finds no room is lost here and sent again after the next ping."""
     for frames in calls.take():
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart(frames, _NOBLOCK)
+            wire.send(socket, frames)
 
 
 def _served(models: Sequence[p.ModelInfo], model: str) -> bool:
