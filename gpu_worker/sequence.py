@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from broker.protocol import TokenLogprob
 
 if TYPE_CHECKING:
+    from .adjustments import Adjustments
     from .grammar import GrammarState
     from .text import TextStream
 
@@ -81,6 +82,7 @@ class Sequence:
         seed: with a token's position it fixes the draw.
         text: turns output tokens into text that may leave.
         grammar: what the output must match, or None.
+        adjustments: what the parameters change in its logits; the sampler's own.
         computed: tokens whose keys and values are in the cache.
         pages: page numbers; position p is in ``pages[p // page_tokens]``.
         page_keys: names of the full pages by content, as far as they have been worked out.
@@ -99,6 +101,7 @@ class Sequence:
     seed: int
     text: TextStream
     grammar: GrammarState | None = None
+    adjustments: Adjustments | None = None
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from broker.errors import InternalError
 from gpu_worker.draws import uniforms
 from gpu_worker.sampler import Sampled, Sampler
 from gpu_worker.sequence import SamplingParams
@@ -28,7 +29,7 @@ def sequence(
     tokens = [*prompt, *output]
     return SimpleNamespace(
         params=params, seed=seed, token_ids=tokens, output_ids=list(output), output_tokens=len(output),
-        position=len(tokens), grammar=grammar,
+        position=len(tokens), prompt_tokens=len(prompt), grammar=grammar, adjustments=None,
     )  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def slowly(logits: torch.Tensor, seq: Any) -> int:
     row, p = adjusted(logits, seq), seq.params
     if p.temperature < 1e-5:
         return row.index(max(row))
-    scaled = [(x - max(row)) / p.temperature for x in row]
+    peak = max(row)
+    scaled = [(x - peak) / p.temperature for x in row]
     floor = lowest(scaled, p)
     sums = list(itertools.accumulate(math.exp(x) if x >= floor else 0.0 for x in scaled))
     target = uniforms([seq.seed], [seq.position])[0] * sums[-1]
@@ -105,6 +107,29 @@ def test_a_row_is_drawn_as_its_parameters_say(kind: dict[str, Any]) -> None:
         logits = logits_of(1, seed)
         seq = sequence(seed=seed, **kind)
         assert sample(logits, seq)[0].token_id == slowly(logits[0], seq), f"seed {seed}"
+
+
+def test_penalties_count_tokens_as_they_come() -> None:
+    kind: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.6}
+    growing = sequence(seed=4, prompt=(1, 2, 2), **kind)
+    for step in range(300):
+        logits = logits_of(1, step)
+        drawn = sample(logits, growing)[0].token_id
+        fresh = sequence(seed=4, prompt=(1, 2, 2), output=tuple(growing.output_ids), **kind)
+        assert drawn == sample(logits, fresh)[0].token_id == slowly(logits[0], fresh), f"step {step}"
+        growing.token_ids.append(drawn)
+        growing.output_ids.append(drawn)
+        growing.output_tokens, growing.position = step + 1, growing.position + 1
+
+
+def test_a_grammar_that_fails_takes_its_own_row_only() -> None:
+    def fails() -> torch.Tensor:
+        raise InternalError("The grammar can't go on.")
+
+    broken = sequence(grammar=SimpleNamespace(mask=fails), logprobs=2)
+    results = sample(logits_of(2), broken, sequence(logprobs=1))
+    assert results[0].error == "The grammar can't go on." and results[1].error is None
+    assert results[1].logprob is not None and len(results[1].top) == 1
 
 
 def test_c45_a_row_does_not_depend_on_its_neighbours() -> None:
