@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   := .venv/bin
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: run test test-unit lint docs format install install-dev bench-engine bench-broker bench-http lock clean help
+.PHONY: run test test-unit lint docs format install install-dev bench-engine bench-broker bench-http soak chaos lock clean help
 
 help:
-	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | clean"
+	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | chaos | clean"
 
 install:
 	@$(PYTHON) tools/install.py run
@@ -46,6 +46,13 @@ bench-broker: install-dev
 
 bench-http: install-dev
 	$(VENV)/python benchmarks/bench_http.py
+
+# Longer versions of what tests/system runs: minutes of load with kills; every kill five times as often.
+soak: install-dev
+	$(VENV)/python -m tests.system.soak --minutes 30
+
+chaos: install-dev
+	CHAOS=5 $(VENV)/pytest tests/system/test_kills.py
 
 lock:
 	$(PYTHON) -m tools.lock

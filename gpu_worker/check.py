@@ -62,8 +62,9 @@ def findings() -> list[Finding]:
 def main(argv: Sequence[str]) -> int:
     """Print the findings; returns the exit code."""
     if argv:
-        print("usage: python -m gpu_worker check", file=sys.stderr)
-        return 2
+        asked = list(argv) in (["--help"], ["-h"])
+        print("usage: python -m gpu_worker check", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     found = findings()
     for finding in found:
         mark = "ok  " if finding.ok else ("FAIL" if finding.needed else "no  ")
