@@ -89,7 +89,7 @@ def _key(compiler: str) -> str:
 def _build(compiler: str, library: Path) -> None:
     root = Path(torch.__file__).parent
     include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-    linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-l:libgomp.so.1"]
     # Beside its final place, so that the rename is atomic: two workers may build at the same time.
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
@@ -109,6 +109,10 @@ def _register_shapes() -> None:
     @torch.library.register_fake("loadonce::linear")
     def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    @torch.library.register_fake("loadonce::linear_float")
+    def _linear_float(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
     @torch.library.register_fake("loadonce::linear_nf4")
     def _linear_nf4(x: Tensor, *rest: object) -> Tensor:

@@ -3,12 +3,18 @@
 
 #include <algorithm>
 
+#include <ATen/core/Tensor.h>
+
 #include "rows.h"
 
 namespace loadonce {
 
 constexpr int64_t kMostOwnRows = 96;
+constexpr int64_t kPieceRows = 128;  // of long inputs, at least two pieces
 constexpr int64_t kBlockBytes = 32 * 1024;  // of weight, so that it stays in the first-level cache
+
+// For many rows.
+at::Tensor long_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 #ifdef LOADONCE_BF16_DOT
 
@@ -28,6 +34,7 @@ struct Linear {
   const bf16_bits* bias;
   bf16_bits* out;
   int64_t rows, columns, depth;
+  float* wide = nullptr;  // where results go unrounded, instead of to `out`
 
   // Columns [begin, end) of all rows; `end - begin` may be any number.
   void operator()(int64_t begin, int64_t end) const {
@@ -56,8 +63,12 @@ struct Linear {
     const __m128 shift = _mm_loadu_ps(added);
     const __mmask8 kept = static_cast<__mmask8>((1u << width) - 1);
     tile(count, x + first * depth, depth, w, depth, ahead, [&](int r, __m128 sum) {
-      __m128bh narrowed = _mm_cvtneps_pbh(_mm_add_ps(sum, shift));
-      _mm_mask_storeu_epi16(out + (first + r) * columns + column, kept, (__m128i)narrowed);
+      const __m128 total = _mm_add_ps(sum, shift);
+      const int64_t at = (first + r) * columns + column;
+      if (wide)
+        _mm_mask_storeu_ps(wide + at, kept, total);
+      else
+        _mm_mask_storeu_epi16(out + at, kept, (__m128i)_mm_cvtneps_pbh(total));
     });
   }
 };

@@ -1,7 +1,6 @@
 // loadonce::linear_nf4: a linear layer whose weight stays in bitsandbytes' 4-bit blocks. Each block of rows
 // is unpacked into the first-level cache, where it is used for all tokens of the step.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -76,7 +75,7 @@ at::Tensor linear_nf4(const at::Tensor& x, const at::Tensor& weight, const at::T
       const int64_t from = number * group, here = std::min(group, columns - from);
       packed.unpack(from * depth, here * depth, to + from * depth);
     });
-    return at::linear(x, wide, bias);
+    return long_linear(x, wide, bias);
   }
   const at::Tensor input = x.contiguous();
   auto shape = x.sizes().vec();
