@@ -26,6 +26,7 @@ BATCH: Final = 256  # messages read from one socket before the others get their 
 HIGH_WATER: Final = 20_000  # messages buffered per peer, each way
 HANDSHAKE_MS: Final = 5_000
 HEARTBEAT_MS: Final = 2_000  # ZMTP's own, so that half-open TCP connections are found
+HEARTBEAT_TIMEOUT_MS: Final = 10_000  # a peer that was paused for less keeps its connection
 LINGER_MS: Final = 500
 # Plain numbers: pyzmq's enums cost a microsecond each time that they are combined or looked up.
 NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -240,6 +241,7 @@ class Sockets:
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.BACKLOG, 1024)
         try:
             curve.serve(socket, address, self._curve_keys)

@@ -15,6 +15,7 @@ HIGH_WATER: Final = 100_000
 LINGER_MS: Final = 200
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000
 HEARTBEAT_MS: Final = 2_000
+HEARTBEAT_TIMEOUT_MS: Final = 10_000  # a peer that was paused for less keeps its connection
 # As plain numbers: to combine pyzmq's flags costs more than the call that they are for.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
@@ -38,6 +39,7 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, curve_key
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     try:
         curve.connect(socket, address, curve_keys)
         socket.connect(address)

@@ -23,6 +23,7 @@ HIGH_WATER: Final = 100_000
 LINGER_MS: Final = 1_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000
 HEARTBEAT_MS: Final = 2_000
+HEARTBEAT_TIMEOUT_MS: Final = 10_000  # a peer that was paused for less keeps its connection
 TICK_S: Final = 0.25
 
 
@@ -117,6 +118,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         curve.connect(socket, self._address, self._curve_keys)
         socket.connect(self._address)
 
