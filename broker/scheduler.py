@@ -7,7 +7,7 @@ returns, in order. Which event means what is decided here; `lifecycle` moves the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from broker import integrity
@@ -30,11 +30,13 @@ from broker.lifecycle import Lifecycle, Outgoing, Side
 from broker.logs import Log
 from broker.metrics import Metrics
 from broker.settings import BrokerSettings
-from broker.workers import Worker, WorkerState
+from broker.workers import Worker, WorkerState, check_version, refuse
 
 TICK_S: Final = 0.25  # how often `tick` is due
 GAP_S: Final = 1.5  # a longer silence of our own means that we were paused, not the others
 REGISTERING_S: Final = p.LIVENESS_S  # after our start, workers that knew our predecessor still come back
+Grouped = dict[tuple[bytes, bool], tuple[list[str], list[bytes]]]  # client, delimited → ids, frames
+
 REFUSALS_KEPT: Final = 1000  # refused workers whose refusal isn't logged again
 
 
@@ -119,7 +121,7 @@ class Scheduler:
         self, identity: bytes, submit: p.Submit, body: Sequence[bytes], delimited: bool, now: float
     ) -> Job:
         """The request as we keep it, or the error that refuses it."""
-        _check_version(submit.version)
+        check_version(submit.version)
         if not body:
             raise InvalidRequest("request: a submit needs one as its first body frame", param="request")
         model = self._resolve(submit.model, now)
@@ -151,7 +153,7 @@ class Scheduler:
     def _on_list_models(self, identity: bytes, message: p.ListModels, delimited: bool) -> None:
         answer: p.BrokerToClient = p.Models(models=self.life.catalogue.infos(), session=self.session)
         try:
-            _check_version(message.version)
+            check_version(message.version)
         except VersionMismatch as problem:
             answer = p.Failed.of(problem)
         self.life.tell(identity, answer, [], delimited)
@@ -199,7 +201,7 @@ class Scheduler:
         known = self.life.workers.get(identity)
         if known is not None:
             self.life.lose(known, "it registered again", now, blame=False)
-        refusal = self._refusal(ready)
+        refusal = refuse(ready, self.life.workers.values())
         if refusal is not None:
             self._log_refusal(identity, ready, refusal)
             self.life.say(identity, p.Failed.of(refusal))
@@ -211,25 +213,6 @@ class Scheduler:
         )  # fmt: skip
         self.life.say(identity, p.BrokerBeat(session=self.session))
         self.life.welcome(worker, now)
-
-    def _refusal(self, ready: p.Ready) -> LoadOnceError | None:
-        """Why a worker isn't wanted, or None."""
-        try:
-            _check_version(ready.version)
-        except VersionMismatch as problem:
-            return problem
-        names = [model.name for model in ready.models]
-        if LOBBY in names or len(set(names)) < len(names):
-            return InvalidRequest("models: each needs a name of its own", param="models")
-        for other in self.life.workers.values():
-            who = f"worker {other.name} (pid {other.ready.pid} on {other.ready.host})"
-            if other.name == ready.name:
-                return Unavailable(f"name: {who} is alive and has this name", param="name")
-            one_device = (other.ready.host, other.ready.device_uuid) == (ready.host, ready.device_uuid)
-            allowed = ready.shared_device and other.ready.shared_device
-            if ready.device_uuid and one_device and not allowed:
-                return Unavailable(f"device: {who} is alive and has {ready.device}", param="device")
-        return None
 
     def _log_refusal(self, identity: bytes, ready: p.Ready, refusal: LoadOnceError) -> None:
         """Once for each worker and reason: it will ask again every second."""
@@ -254,10 +237,21 @@ class Scheduler:
             wrong = f"chunk: {len(ids)} ids, {len(tokens)} token counts and {len(body)} frames"
             self.on_malformed("worker", worker.identity, ProtocolError(wrong))
             return
-        grouped: dict[tuple[bytes, bool], tuple[list[str], list[bytes]]] = {}
         suspects = bool(worker.suspects)
+        grouped = self._file(worker, zip(ids, body, tokens, strict=True))
+        made = sum(tokens)
+        worker.tokens += made
+        self.metrics.tokens += made
+        for (identity, delimited), (names, frames) in grouped.items():
+            self.life.tell(identity, p.Chunks(ids=names), frames, delimited)
+        if suspects and not worker.suspects:
+            self.life.dispatch_for(worker, now)  # what is in quarantine may have waited for this
+
+    def _file(self, worker: Worker, output: Iterable[tuple[str, bytes, int]]) -> Grouped:
+        """Keep each chunk with its request; returns those to forward, by client."""
+        grouped: Grouped = {}
         in_hand = worker.jobs
-        for id, frame, count in zip(ids, body, tokens, strict=True):
+        for id, frame, count in output:
             job = in_hand.get(id)
             if job is None:
                 self.metrics.stray += 1
@@ -271,13 +265,7 @@ class Scheduler:
                     group = grouped[job.client, job.delimited] = ([], [])
                 group[0].append(job.submit.id)
                 group[1].append(frame)
-        made = sum(tokens)
-        worker.tokens += made
-        self.metrics.tokens += made
-        for (identity, delimited), (names, frames) in grouped.items():
-            self.life.tell(identity, p.Chunks(ids=names), frames, delimited)
-        if suspects and not worker.suspects:
-            self.life.dispatch_for(worker, now)  # what is in quarantine may have waited for this
+        return grouped
 
     def _on_done(self, worker: Worker, message: p.Done, body: Sequence[bytes], now: float) -> None:
         job = worker.jobs.get(message.id)
@@ -393,11 +381,6 @@ class Scheduler:
             return None
         what = f"no worker serves {job.model!r} at present" if served else "no worker is there at present"
         return Unavailable(what, retry_after_ms=1000)
-
-
-def _check_version(version: int) -> None:
-    if version != p.VERSION:
-        raise VersionMismatch(f"version: this broker speaks {p.VERSION}, not {version}", param="version")
 
 
 def _nobody_serves(name: str) -> ModelNotFound:

@@ -6,8 +6,10 @@ import heapq
 
 from msgspec import Struct
 
+from broker.catalogue import Served
 from broker.inflight import Job
 from broker.scheduler import Scheduler
+from broker.waiting import Waiting
 
 
 class WorkerStatus(Struct):
@@ -144,24 +146,22 @@ def _workers(scheduler: Scheduler, now: float) -> list[WorkerStatus]:
 
 
 def _models(scheduler: Scheduler, now: float) -> list[ModelStatus]:
-    found = []
     models, queues = scheduler.life.catalogue.models, scheduler.life.queues
-    for name in dict.fromkeys([*models, *queues]):
-        served, queue = models.get(name), queues.get(name)
-        oldest = queue.oldest() if queue else None
-        found.append(
-            ModelStatus(
-                name=name,
-                aliases=served.info.aliases if served else [],
-                workers=len(served.workers) if served else 0,
-                ready=served.ready if served else 0,
-                waiting=len(queue) if queue else 0,
-                waiting_bytes=queue.bytes if queue else 0,
-                oldest_s=now - oldest if oldest is not None else 0.0,
-                tenants=queue.by_tenant() if queue else {},
-                ended_per_s=served.rate.per_second if served else 0.0,
-            )
-        )
+    names = dict.fromkeys([*models, *queues])
+    return [_model(name, models.get(name), queues.get(name), now) for name in names]
+
+
+def _model(name: str, served: Served | None, queue: Waiting | None, now: float) -> ModelStatus:
+    found = ModelStatus(
+        name=name, aliases=[], workers=0, ready=0, waiting=0, waiting_bytes=0, oldest_s=0.0, tenants={},
+        ended_per_s=0.0,
+    )  # fmt: skip
+    if served is not None:
+        found.aliases, found.workers, found.ready = served.info.aliases, len(served.workers), served.ready
+        found.ended_per_s = served.rate.per_second
+    if queue is not None:
+        found.waiting, found.waiting_bytes, found.tenants = len(queue), queue.bytes, queue.by_tenant()
+        found.oldest_s = now - (queue.oldest() or now)
     return found
 
 

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
+from broker.errors import InvalidRequest, LoadOnceError, Unavailable, VersionMismatch
 from broker.inflight import Job
-from broker.protocol import Ready, WorkerBeat
+from broker.protocol import VERSION, Ready, WorkerBeat
 
 PREFIXES_KEPT: Final = 65_536  # hashes remembered per worker
 
@@ -112,6 +113,35 @@ class Worker:
                 break
             known += 1
         return known
+
+
+def check_version(version: int) -> None:
+    """Raise `VersionMismatch` for a peer that speaks another version of the protocol."""
+    if version != VERSION:
+        raise VersionMismatch(f"version: this broker speaks {VERSION}, not {version}", param="version")
+
+
+def refuse(ready: Ready, registered: Iterable[Worker]) -> LoadOnceError | None:
+    """Why a worker isn't wanted beside those that are registered, or None."""
+    try:
+        check_version(ready.version)
+    except VersionMismatch as problem:
+        return problem
+    names = [model.name for model in ready.models]
+    if "" in names or len(set(names)) < len(names):
+        return InvalidRequest("models: each needs a name of its own", param="models")
+    for other in registered:
+        who = f"worker {other.name} (pid {other.ready.pid} on {other.ready.host})"
+        if other.name == ready.name:
+            return Unavailable(f"name: {who} is alive and has this name", param="name")
+        if _share_a_device(ready, other.ready) and not (ready.shared_device and other.ready.shared_device):
+            return Unavailable(f"device: {who} is alive and has {ready.device}", param="device")
+    return None
+
+
+def _share_a_device(one: Ready, other: Ready) -> bool:
+    """Whether both name the same device; one without a UUID (a CPU) is never the same."""
+    return bool(one.device_uuid) and (one.host, one.device_uuid) == (other.host, other.device_uuid)
 
 
 def choose(workers: Iterable[Worker], job: Job, margin: int) -> Worker | None:
