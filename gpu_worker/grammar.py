@@ -1,24 +1,38 @@
 """What the output must match: JSON schema, JSON, a regular expression or a Lark grammar, through llguidance.
 
-Knows nothing of batches. Grammars that don't compile are the caller's error.
+Knows nothing of batches. Grammars that don't compile, or not within the limits, are the caller's error. A
+mask takes a hundredth of a millisecond as a rule, so it is made when the sampler asks for it.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import llguidance
 import llguidance.hf
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from torch import Tensor
 
 from broker import protocol
 from broker.errors import InternalError, InvalidRequest
 
-MAX_GRAMMAR_BYTES: Final = 256 * 1024
+#: Compiling takes a time that grows with up to the cube of a Lark grammar's length: a second at this one.
+MAX_BYTES: Final = {
+    "json_schema": 64 * 1024,
+    "json_object": 64 * 1024,
+    "regex": 16 * 1024,
+    "lark": 16 * 1024,
+}
+#: The compiler descends rule by rule; at the limit of length it would overrun a thread's usual stack.
+STACK_BYTES: Final = 64 * 1024 * 1024
+#: Work on a grammar's regular expressions before its first token, in llguidance's units: some 10 ms.
+LEXER_FUEL: Final = 400_000
 COMPILED_KEPT: Final = 64  # grammars
 ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -43,7 +57,7 @@ class GrammarState:
         """
         packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise InternalError(f"The grammar can't go on: {self._matcher.get_error()}")
+            raise InternalError(f"The grammar can't go on: {_reason(self._matcher)}")
         return torch.frombuffer(bytearray(packed), dtype=torch.int32)
 
     def accept(self, token_id: int) -> None:
@@ -53,7 +67,7 @@ class GrammarState:
             InternalError: the grammar doesn't allow it, which the mask should have prevented.
         """
         if not self._matcher.consume_token(token_id):
-            raise InternalError(f"The grammar doesn't allow token {token_id}: {self._matcher.get_error()}")
+            raise InternalError(f"The grammar doesn't allow token {token_id}. {_reason(self._matcher)}")
 
 
 class Grammars:
@@ -88,25 +102,27 @@ class Grammars:
         return GrammarState(matcher.deep_copy())
 
     def _matcher(self, grammar: protocol.Grammar) -> Any:
-        if len(grammar.value.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"grammar: it may have {MAX_GRAMMAR_BYTES} bytes", param="grammar")
+        most = MAX_BYTES[grammar.kind]
+        if len(grammar.value.encode(errors="replace")) > most:
+            raise InvalidRequest(f"grammar: a {grammar.kind} may have {most} bytes", param="grammar")
         if self._for_llguidance is None:
             eos = sorted(self._eos_ids) or None
             self._for_llguidance = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocab, eos_token=eos
             )
         try:
-            source = _source(grammar)
-            problem = LLMatcher.validate_grammar(source, self._for_llguidance)
-        except ValueError as wrong:
-            problem = str(wrong)
-        if problem and not problem.startswith("WARNING"):
-            raise InvalidRequest(f"grammar: it doesn't compile: {_first_lines(problem)}", param="grammar")
-        matcher = LLMatcher(self._for_llguidance, source)
+            matcher = _with_deep_stack(lambda: self._compile(_source(grammar)))
+        except (ValueError, RecursionError) as wrong:
+            raise InvalidRequest(f"grammar: it doesn't compile: {wrong}", param="grammar") from None
         if matcher.is_error():
-            raise InvalidRequest(
-                f"grammar: it doesn't compile: {_first_lines(matcher.get_error())}", param="grammar"
-            )
+            raise InvalidRequest(f"grammar: it doesn't compile: {_reason(matcher)}", param="grammar")
+        return matcher
+
+    def _compile(self, source: str) -> Any:
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._for_llguidance, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what would blow up at the first token does it here
         return matcher
 
 
@@ -126,5 +142,16 @@ def _source(grammar: protocol.Grammar) -> str:
     return text
 
 
-def _first_lines(problem: str) -> str:
-    return " ".join(problem.split())[:500]
+def _reason(matcher: Any) -> str:
+    """The matcher's error in one line."""
+    return " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())[:500]
+
+
+def _with_deep_stack(work: Callable[[], Any]) -> Any:
+    """The result of `work`, done in a thread with `STACK_BYTES` of stack."""
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="grammar") as deep:
+            return deep.submit(work).result()
+    finally:
+        threading.stack_size(usual)

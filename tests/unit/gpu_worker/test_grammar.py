@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from broker.errors import InternalError, InvalidRequest
 from broker.protocol import Grammar
-from gpu_worker.grammar import MAX_GRAMMAR_BYTES, Grammars, GrammarState
+from gpu_worker.grammar import MAX_BYTES, Grammars, GrammarState
 from tests.unit.gpu_worker.tokenizers import byte_level
 
 SCHEMA = {
@@ -91,7 +93,14 @@ def test_the_end_is_allowed_only_when_the_output_is_complete(grammars: Grammars)
         ("regex", "[z-a]"),
         ("lark", "start: missing_rule"),
         ("lark", "nonsense ((("),
-        ("regex", "a" * (MAX_GRAMMAR_BYTES + 1)),
+        ("json_schema", "[" * 60_000),
+        ("json_schema", '{"allOf":[' * 3000 + "{}" + "]}" * 3000),
+        ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", '{"$ref": "file:///etc/hostname"}'),
+        ("regex", "(" * 5000 + "a" + ")" * 5000),
+        ("regex", "a\ud800"),
+        ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+        *((kind, "a" * (most + 1)) for kind, most in MAX_BYTES.items() if kind != "json_object"),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_the_callers_error(
@@ -100,6 +109,71 @@ def test_a_grammar_that_does_not_compile_is_the_callers_error(
     with pytest.raises(InvalidRequest) as caught:
         grammars.compile(Grammar(kind, value))
     assert caught.value.param == "grammar"
+
+
+def chain(rule: str) -> str:
+    """As many rules as a grammar may have, each of which leads to the next."""
+    names = ["".join(letters) for letters in itertools.product("abcdefghijklm", repeat=3)]
+    lines = [rule.format(one=one, next=next) for one, next in pairwise(names)]
+    kept = lines[: (MAX_BYTES["lark"] - 100) // (len(lines[0]) + 1)]
+    return "\n".join([f"start: {names[0]}", *kept, f'{names[len(kept)]}: "a"', ""])
+
+
+@pytest.mark.parametrize("rule", ["{one}:{next}", '{one}:"b" {next}', "{one}:({next} {next})*"])
+@pytest.mark.parametrize("upper", [False, True])
+def test_long_chains_of_rules_do_not_overrun_the_stack(grammars: Grammars, rule: str, upper: bool) -> None:
+    lark = chain(rule)
+    if upper:
+        lark = lark.replace("start: ", "START: ").replace('"b"', '"1"').upper().replace("START:", "start:")
+    try:
+        grammars.compile(Grammar("lark", lark)).mask()
+    except InvalidRequest as problem:
+        assert "doesn't compile" in problem.message  # noqa: PT017 - either is fine, a crash isn't
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 10_000},
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "pattern": r"^[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,}$"},
+        {"enum": [f"value-{number}" for number in range(3000)]},
+        {"type": "object", "properties": {f"p{n}": {"type": "number"} for n in range(300)}},
+        {"type": "array", "items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": ["null", "string"]}}},
+        {"$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"},
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+def test_schemas_as_people_write_them_are_within_the_limits(
+    grammars: Grammars, schema: dict[str, object]
+) -> None:
+    state = grammars.compile(Grammar("json_schema", json.dumps(schema)))
+    for _ in range(10):
+        if state.finished:
+            break
+        state.accept(allowed(state)[0])
+
+
+def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Grammar("regex", "once")
+    grammars.compile(grammar)
+    monkeypatch.setattr("gpu_worker.grammar.LLMatcher", None)
+    assert grammars.compile(grammar).mask() is not None
+
+
+def test_a_replayed_grammar_goes_on_where_it_was(grammars: Grammars) -> None:
+    grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    state = grammars.compile(grammar)
+    ids: list[int] = []
+    while not state.finished:
+        again = grammars.compile(grammar)
+        for token in ids:
+            again.accept(token)
+        assert allowed(again) == allowed(state)
+        ids.append(allowed(state)[len(ids) % 3 if len(allowed(state)) > 3 else 0])
+        if ids[-1] == byte_level().eos_token_id or len(ids) > 60:
+            break
+        state.accept(ids[-1])
 
 
 def test_a_token_that_the_grammar_forbids_is_our_error(grammars: Grammars) -> None:
