@@ -61,7 +61,7 @@ def wait_until_a_frontend_listens(place: Supervised) -> None:
 @pytest.mark.slow
 def test_c92_with_the_shipped_times_a_load_far_beyond_them_is_not_killed(place: Supervised) -> None:
     place.override(
-        f'[program:worker]\ncommand="{sys.executable}" "{ROOT}/tests/system/slow_worker.py" 45 '
+        f'[program:worker]\ncommand="{sys.executable}" "{ROOT}/tests/system/slow_worker.py" 25 '
         "--name %(program_name)s%(process_num)d\n"
     )
     place.start()
