@@ -70,9 +70,10 @@ def use_kernels(model: nn.Module) -> int:
     if not torch.ops.loadonce.has_bf16_dot():
         return 0
     changed = 0
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16:
-            module.forward = MethodType(_linear, module)
+            module.forward = MethodType(_head if module is head else _linear, module)
             changed += 1
         elif (quantised := _nf4(module)) is not None:
             model.set_submodule(name, quantised)
@@ -87,6 +88,11 @@ def nf4_shapes(model: nn.Module) -> dict[str, Nf4Shape]:
 
 def _linear(self: nn.Linear, x: Tensor) -> Tensor:
     return torch.ops.loadonce.linear(x, self.weight, self.bias)
+
+
+def _head(self: nn.Linear, x: Tensor) -> Tensor:
+    """Logits in float32: rounded ones would make near rivals equal."""
+    return torch.ops.loadonce.linear_float(x, self.weight, self.bias)
 
 
 def _nf4(module: nn.Module) -> Nf4Linear | None:

@@ -82,3 +82,18 @@ def test_a_layer_built_from_the_shape_alone_has_the_same_tensors() -> None:
 def test_layers_that_the_kernel_can_not_compute_stay() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 8))
     assert linears.use_kernels(model) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 96, 200])
+def test_the_output_heads_logits_are_not_rounded(rows: int) -> None:
+    """Two near rivals stay two: rounded to bfloat16 their logits would be equal, and the order would choose."""
+    if not torch.ops.loadonce.has_bf16_dot():
+        pytest.skip("this processor has no bfloat16 dot products")
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 64, generator=draw).bfloat16()
+    weight = torch.randn(37, 64, generator=draw).bfloat16()
+    bias = torch.randn(37, generator=draw).bfloat16()
+    ours = torch.ops.loadonce.linear_float(x, weight, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert ours.dtype is torch.float32
+    assert float((ours - exact).abs().max()) < 1e-4
