@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
+
 from broker.options import table
 from broker.settings import BrokerSettings
 from gpu_worker.settings import WorkerSettings
 from http_frontend.settings import FrontendSettings
 
 README: Final = Path(__file__).resolve().parent.parent / "README.md"
-TABLES: Final = {"broker": BrokerSettings, "gpu_worker": WorkerSettings, "http_frontend": FrontendSettings}
+TABLES: Final[dict[str, type[Struct]]] = {"broker": BrokerSettings, "gpu_worker": WorkerSettings, "http_frontend": FrontendSettings}
 
 
 def filled(text: str) -> str:
@@ -28,7 +30,7 @@ def filled(text: str) -> str:
         if not pattern.search(text):
             raise ValueError(f"{README.name} has no place {begin}")
         block = f"{begin}\n{table(settings)}\n{end}"
-        text = pattern.sub(lambda _, block=block: block, text)
+        text = pattern.sub(block.replace("\\", r"\\"), text)
     return text
 
 

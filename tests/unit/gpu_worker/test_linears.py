@@ -86,7 +86,7 @@ def test_layers_that_the_kernel_can_not_compute_stay() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 96, 200])
 def test_the_output_heads_logits_are_not_rounded(rows: int) -> None:
-    """Two near rivals stay two: rounded to bfloat16 their logits would be equal, and the order would choose."""
+    """Two near rivals stay two: rounded, their logits could be equal, and the order would choose."""
     if not torch.ops.loadonce.has_bf16_dot():
         pytest.skip("this processor has no bfloat16 dot products")
     draw = torch.Generator().manual_seed(rows)
