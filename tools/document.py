@@ -15,7 +15,11 @@ from gpu_worker.settings import WorkerSettings
 from http_frontend.settings import FrontendSettings
 
 README: Final = Path(__file__).resolve().parent.parent / "README.md"
-TABLES: Final[dict[str, type[Struct]]] = {"broker": BrokerSettings, "gpu_worker": WorkerSettings, "http_frontend": FrontendSettings}
+TABLES: Final[dict[str, type[Struct]]] = {
+    "broker": BrokerSettings,
+    "gpu_worker": WorkerSettings,
+    "http_frontend": FrontendSettings,
+}
 
 
 def filled(text: str) -> str:
