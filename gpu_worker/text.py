@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 HALF: Final = "\N{REPLACEMENT CHARACTER}"
-#: Invalid bytes in a row after which the window moves on although its end may be half a character.
+#: Tokens without a whole character at their end after which the window moves on all the same.
 LONGEST_CHARACTER: Final = 16
 
 
@@ -20,11 +20,12 @@ class TextStream:
 
     The pieces that `push` and `finish` return, joined, are the text of all tokens up to the first stop
     string. No piece ends in half a character, and none holds any part of a stop string (but the whole of
-    it, with `include_stop`).
+    it, with `include_stop`). Invalid bytes become U+FFFD; of a run of SentencePiece's byte tokens with an
+    invalid end, the characters before it stay, where a decoder that sees all of it at once drops them too.
 
     Args:
         tokenizer: a fast tokenizer; used in the calling thread only.
-        stop: strings that end the output; of two that match, the one that begins first counts.
+        stop: strings that end the output; the one that is complete first counts, of two the longer.
         include_stop: let the matched stop string leave too.
         skip_special_tokens: special tokens have no text.
         context: tokens before the output, so that its first space isn't taken for a text's beginning.
@@ -45,7 +46,7 @@ class TextStream:
         self.stop_hit: str | None = None
         self._decoder = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
-        self._stop = tuple(stop)
+        self._stops = [_Stop(text) for text in stop]
         self._include_stop = include_stop
         self._window: list[int] = list(context)
         self._read = len(self._window)  # tokens of the window whose text has been taken
@@ -58,24 +59,33 @@ class TextStream:
             return ""
         self._window.append(token_id)
         whole = self._decode(self._window)
-        if whole.endswith(HALF) and len(self._window) - self._read < LONGEST_CHARACTER:
+        half = whole.endswith(HALF)
+        if half and len(self._window) - self._read < LONGEST_CHARACTER:
             return ""
-        new = whole[len(self._text) :]
-        # The window keeps the tokens just read: the next one is decoded in their company.
-        del self._window[: self._read]
-        self._read = len(self._window)
-        self._text = self._decode(self._window)
-        return self._filter(new)
+        return self._filter(self._take(whole, half))
 
     def finish(self) -> str:
         """The output is at its end: returns what was held back, nothing if a stop string was found."""
         if self.stop_hit is not None:
             return ""
-        new = self._decode(self._window)[len(self._text) :]
-        self._window, self._read, self._text = [], 0, ""
-        text = self._filter(new)
+        text = self._filter(self._take(self._decode(self._window), half=False))
         held, self._held = self._held, ""
         return text if self.stop_hit is not None else text + held
+
+    def _take(self, whole: str, half: bool) -> str:
+        """What is new in the window's text, but for half a character at its end. The window moves on."""
+        end = len(whole) - half
+        if whole.startswith(self._text):
+            new = whole[len(self._text) : end]
+        else:  # an invalid byte has made the bytes before it invalid too, which had left as a character
+            alone = self._decode(self._window[self._read :])
+            new = alone[: len(alone) - half]
+        # The window keeps the tokens just read: the next one is decoded in their company.
+        del self._window[: self._read]
+        self._read = len(self._window)
+        text = self._decode(self._window)
+        self._text = text[: len(text) - half]
+        return new
 
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
@@ -85,22 +95,41 @@ class TextStream:
 
     def _filter(self, new: str) -> str:
         """Let text through up to a stop string; hold back what may become one."""
-        if not self._stop:
+        if not self._stops:
             return new
         text = self._held + new
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            at, _, self.stop_hit = min(found)
-            self._held = ""
-            return text[: at + len(self.stop_hit)] if self._include_stop else text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        for at, character in enumerate(new, start=len(self._held) + 1):
+            found = [stop.text for stop in self._stops if stop.completes(character)]
+            if found:
+                self.stop_hit = max(found, key=len)
+                self._held = ""
+                return text[:at] if self._include_stop else text[: at - len(self.stop_hit)]
+        keep = max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Stop:
+    """A stop string, and how much of it the text so far ends with (Knuth, Morris and Pratt, 1977).
+
+    Attributes:
+        text: the string.
+        matched: the longest end of the text with which the string begins, in characters.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._shorter = [0]  # for each beginning of the string: the next shorter one that also ends it
+        for character in text[1:]:
+            length = self._shorter[-1]
+            while length and text[length] != character:
+                length = self._shorter[length - 1]
+            self._shorter.append(length + (text[length] == character))
+
+    def completes(self, character: str) -> bool:
+        """Take the text's next character; True if the string is complete with it."""
+        while self.matched and self.text[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        self.matched += self.text[self.matched] == character
+        return self.matched == len(self.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gpu_worker.logprobs import TokenTexts
 from gpu_worker.text import TextStream
 from tests.unit.gpu_worker.tokenizers import byte_level, sentencepiece_like
 
@@ -71,6 +73,40 @@ def test_any_text_in_any_tokens_comes_out_whole(text: str, seed: int) -> None:
     assert "".join(pieces_of(tokenizer, ids)) == decode(tokenizer, ids)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"\xff", b"\x80", b"\xf0\x9f", b"\xe9", b"a", "🫠".encode(), "龜".encode()]))
+)
+def test_any_bytes_come_out_as_the_full_decode_has_them(parts: list[bytes]) -> None:
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    of_byte = {bytes(texts[id][1]): id for id in range(len(tokenizer)) if len(texts[id][1]) == 1}
+    ids = [of_byte[bytes([byte])] for byte in b"".join(parts)]
+    assert "".join(pieces_of(tokenizer, ids)) == decode(tokenizer, ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([b"\xff", b"\xe9", "🫠".encode(), "龜".encode(), "a"]), max_size=30))
+def test_byte_tokens_never_garble_the_characters_around_them(parts: list[bytes | str]) -> None:
+    tokenizer = sentencepiece_like()
+    ids: list[int] = []
+    for part in parts:
+        letters = [part] if isinstance(part, str) else [f"<0x{byte:02X}>" for byte in part]
+        ids += tokenizer.convert_tokens_to_ids(letters)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces).count("a") == parts.count("a")
+    if not {b"\xff", b"\xe9"} & set(parts):
+        assert "".join(pieces) == decode(tokenizer, ids)
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_an_invalid_byte_token_leaves_the_character_before_it() -> None:
+    tokenizer = sentencepiece_like()
+    spelled = [f"<0x{byte:02X}>" for byte in "🫠".encode()] + ["<0xFF>", "a"]
+    ids = tokenizer.convert_tokens_to_ids(spelled)
+    assert "".join(pieces_of(tokenizer, ids)) == "🫠\N{REPLACEMENT CHARACTER}a"
+
+
 @pytest.mark.parametrize("stop", ["DEFGHIJ", "F", "EF", "DEFGHIJKLMN"])
 def test_c37_stop_string_across_tokens(tokenizer: Any, stop: str) -> None:
     ids = tokenizer.encode("ABCDEFGHIJKLMNOP", add_special_tokens=False)
@@ -92,6 +128,49 @@ def test_nothing_of_a_stop_string_ever_leaves(text: str, stops: list[str]) -> No
     else:
         assert text.startswith(said + stream.stop_hit)
         assert not any(stop in said for stop in stops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("ab", min_size=1, max_size=40),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.randoms(),
+)
+def test_the_stop_string_that_is_complete_first_counts_in_whatever_tokens(
+    text: str, stops: list[str], chance: random.Random
+) -> None:
+    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    tokenizer = byte_level()
+    ids: list[int] = []
+    for word in text_cut(text, chance):
+        ids += tokenizer.encode(word, add_special_tokens=False)
+    stream = TextStream(tokenizer, stops)
+    said = "".join(stream.push(token) for token in ids) + stream.finish()
+    if not ends:
+        assert stream.stop_hit is None and said == text
+    else:
+        end, _, first = min(ends)
+        assert stream.stop_hit == first and said == text[: end - len(first)]
+
+
+def text_cut(text: str, chance: random.Random) -> list[str]:
+    words = []
+    while text:
+        size = chance.randint(1, 6)
+        words.append(text[:size])
+        text = text[size:]
+    return words
+
+
+def test_long_stop_strings_that_nearly_match_cost_little() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a" * 4000, add_special_tokens=False)
+    stops = ["a" * (1000 - number) + "b" for number in range(16)]
+    stream = TextStream(tokenizer, stops)
+    start = time.process_time()
+    said = "".join(stream.push(token) for token in ids) + stream.finish()
+    assert said == "a" * 4000 and stream.stop_hit is None
+    assert time.process_time() - start < 3  # some 0.1 s; seconds when each token looks at all that is held
 
 
 def test_a_stop_string_may_stay_in_the_text() -> None:
@@ -137,7 +216,7 @@ def test_the_window_stays_small_however_long_the_output() -> None:
     stream = TextStream(tokenizer)
     for token in tokenizer.encode("word " * 2000, add_special_tokens=False):
         stream.push(token)
-        assert len(stream._window) <= 4
+        assert len(stream._window) <= 4  # tokens
 
 
 def test_a_word_level_tokenizer_works_too() -> None:
