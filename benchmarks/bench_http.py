@@ -93,10 +93,28 @@ def our_pool(stack: contextlib.ExitStack, *worker_flags: str) -> Iterator[dict[s
     yield {"port": port, "started_s": round(started_s, 3), "pids": pids}
 
 
+def cpu_seconds(groups: list[int]) -> float:
+    """CPU time that the process groups have used, threads and children included."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) in groups else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measured(url: str, groups: list[int], connections: int, seconds: float) -> dict[str, float]:
+    """One run of wrk, and the CPU time per request of the side that it talked to."""
+    before = cpu_seconds(groups)
+    found = wrk(url, connections, seconds)
+    return {**found, "cpu_us": 1e6 * (cpu_seconds(groups) - before) / found.pop("requests")}
+
+
 def wrk(url: str, connections: int, seconds: float) -> dict[str, float]:
     """One run of wrk."""
     said = subprocess.run(
-        ["wrk", "-t1", f"-c{connections}", f"-d{round(seconds)}s", "--latency", "-s", HERE / "http" / "post.lua", url],
+        ["wrk", "-t1", f"-c{connections}", f"-d{round(seconds)}s", "--latency",
+         "-s", HERE / "http" / "post.lua", url],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     if "Non-2xx" in said or "Socket errors" in said:
@@ -105,7 +123,8 @@ def wrk(url: str, connections: int, seconds: float) -> dict[str, float]:
     latency = {
         name: microseconds(*found) for name, *found in re.findall(r"(50|99)%\s+([\d.]+)(us|ms|s)", said)
     }
-    return {"per_s": rate, "p50_us": latency["50"], "p99_us": latency["99"]}
+    count = float(re.search(r"(\d+) requests in", said)[1])  # type: ignore[index]
+    return {"requests": count, "per_s": rate, "p50_us": latency["50"], "p99_us": latency["99"]}
 
 
 def microseconds(value: str, unit: str) -> float:
@@ -118,19 +137,21 @@ def throughput(seconds: float, rounds: int) -> dict[str, Any]:
     python = str(PEERS_VENV / "bin" / "python")
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(our_pool(stack))
-        urls = {"loadonce": f"http://127.0.0.1:{ours['port']}/v1/chat/completions"}
+        groups = list(ours["pids"].values())
+        urls = {"loadonce": (f"http://127.0.0.1:{ours['port']}/v1/chat/completions", groups)}
         for name in ("aiohttp", "fastapi", "mosec"):
             port = free_port()
             flags = ("--address", "127.0.0.1", "--port", str(port)) if name == "mosec" else (str(port),)
-            stack.enter_context(running(python, f"benchmarks/http/peer_{name}.py", *flags))
+            peer = stack.enter_context(running(python, f"benchmarks/http/peer_{name}.py", *flags))
             path = "/inference" if name == "mosec" else "/v1/chat/completions"
-            urls[name] = f"http://127.0.0.1:{port}{path}"
+            urls[name] = (f"http://127.0.0.1:{port}{path}", [peer.pid])
             wait_for(f"http://127.0.0.1:{port}/")
         runs: dict[tuple[str, int], list[dict[str, float]]] = {}
         for _ in range(rounds):
             for connections in CONNECTIONS:
-                for name, url in urls.items():
-                    runs.setdefault((name, connections), []).append(wrk(url, connections, seconds))
+                for name, (url, groups) in urls.items():
+                    one = measured(url, groups, connections, seconds)
+                    runs.setdefault((name, connections), []).append(one)
     found: dict[str, Any] = {"started_s": ours["started_s"]}
     for (name, connections), many in runs.items():
         keys = many[0]
@@ -225,8 +246,10 @@ def report(found: dict[str, Any]) -> None:
         for name in ("aiohttp", "loadonce", "mosec", "fastapi"):
             one = found["throughput"][name][connections]
             ratio = one["per_s"] / found["throughput"]["mosec"][connections]["per_s"]
-            print(f"{connections:>4} connections  {name:9} {one['per_s']:9.0f}/s  p50 {one['p50_us']:8.0f} µs  "
-                  f"p99 {one['p99_us']:8.0f} µs  {ratio:4.2f} × mosec")  # fmt: skip
+            print(
+                f"{connections:>4} connections  {name:9} {one['per_s']:9.0f}/s  p50 {one['p50_us']:8.0f} µs  "
+                f"p99 {one['p99_us']:8.0f} µs  CPU {one['cpu_us']:4.0f} µs  {ratio:4.2f} × mosec"
+            )
     print(f"start to listening {found['throughput']['started_s']} s; streams: {found['streams']}")
 
 
