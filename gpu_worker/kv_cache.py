@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +48,16 @@ def allocate(
 
     def pages_of(layer: LayerPlan, dim: int) -> Tensor:
         if device.type == "cpu":
-            by_head = torch.zeros(pages + 1, layer.kv_heads, page_tokens, dim, dtype=dtype)
-            return by_head.transpose(1, 2)
+            return _untouched((pages + 1, layer.kv_heads, page_tokens, dim), dtype).transpose(1, 2)
         return torch.zeros(pages + 1, page_tokens, layer.kv_heads, dim, dtype=dtype, device=device)
 
     return [(pages_of(layer, layer.key_dim), pages_of(layer, layer.value_dim)) for layer in layers]
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory before they are written; torch's own are written once to be zeros."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:
