@@ -1,7 +1,8 @@
 """From a request's prompt, tokens or conversation to token ids, by the model's own tokenizer and template.
 
 Policy for special-token text: a raw `prompt` is tokenised as transformers does it, special tokens included,
-since completions are how people drive a template of their own. In a conversation nothing that a caller
+since completions are how people drive a template of their own; one that spells the beginning-of-text token
+itself doesn't get a second one. In a conversation nothing that a caller
 wrote becomes a control token: where a message spells one, it is broken in two before tokenising, so that
 the model sees its letters.
 """
@@ -44,7 +45,9 @@ class Prompts:
             return list(request.token_ids)
         if request.messages is not None:
             return self._encode_chat(request, request.messages)
-        return self._ids(_valid(request.prompt or "", "prompt"), add_special_tokens=True)
+        ids = self._ids(_valid(request.prompt or "", "prompt"), add_special_tokens=True)
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
