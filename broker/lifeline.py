@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -16,6 +17,8 @@ def end_with_supervisor(
     environ: Mapping[str, str] = os.environ, number: signal.Signals = signal.SIGTERM
 ) -> bool:
     """Ask the kernel for a signal when our parent ends, if it is supervisord; returns whether it is.
+
+    Sends the signal at once if supervisord ended before we could ask.
 
     Args:
         environ: tells whether supervisord started us.
@@ -30,4 +33,16 @@ def end_with_supervisor(
     if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+    if orphaned(os.getppid(), Path("/proc")):
+        os.kill(os.getpid(), number)
     return True
+
+
+def orphaned(parent: int, proc: Path) -> bool:
+    """Whether we were handed to init; in a container, supervisord itself may be init."""
+    if parent != 1:
+        return False
+    try:
+        return b"supervisord" not in (proc / "1" / "cmdline").read_bytes()
+    except OSError:
+        return False

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from broker.lifeline import MARK, end_with_supervisor
+from broker.lifeline import MARK, end_with_supervisor, orphaned
 
 CHILD = """
 import time
@@ -48,6 +49,16 @@ def test_it_ends_when_a_supervisord_that_started_it_is_killed() -> None:
     while alive(pid) and time.monotonic() < until:
         time.sleep(0.02)
     assert not alive(pid)
+
+
+def test_a_supervisord_that_was_gone_before_we_could_ask_counts_as_killed(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "cmdline").write_bytes(b"/sbin/init\0")
+    assert orphaned(1, tmp_path)
+    assert not orphaned(4711, tmp_path)
+    (tmp_path / "1" / "cmdline").write_bytes(b"python\0/app/.venv/bin/supervisord\0-n\0")
+    assert not orphaned(1, tmp_path)
+    assert not orphaned(1, tmp_path / "hidden")
 
 
 def test_started_by_hand_it_is_left_alone() -> None:
