@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   := .venv/bin
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: run test test-unit lint docs format install install-dev bench-engine bench-broker bench-http soak chaos lock clean help
+.PHONY: run test test-unit lint docs format install install-dev bench-engine bench-broker bench-http soak chaos fuzz test-clients lock clean help
 
 help:
-	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | chaos | clean"
+	@echo "make run | test | test-unit | lint | format | bench-engine | bench-broker | bench-http | soak | chaos | fuzz | test-clients | clean"
 
 install:
 	@$(PYTHON) tools/install.py run
@@ -53,6 +53,15 @@ soak: install-dev
 
 chaos: install-dev
 	CHAOS=5 $(VENV)/pytest tests/system/test_kills.py
+
+# OpenAI's API as other people's clients use it, in an environment of their own.
+test-clients: install-dev
+	test -d benchmarks/.venv-clients || $(PYTHON) -m venv benchmarks/.venv-clients
+	benchmarks/.venv-clients/bin/pip install -q litellm==1.110.2 langchain-openai==1.7.4
+	$(VENV)/pytest tests/integration/test_http_more_clients.py
+
+fuzz: install-dev
+	LOADONCE_HTTP_CASES=10000 $(VENV)/pytest tests/fuzz tests/integration/test_http_schema.py
 
 lock:
 	$(PYTHON) -m tools.lock
