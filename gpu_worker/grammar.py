@@ -22,14 +22,15 @@ from torch import Tensor
 from broker import protocol
 from broker.errors import InternalError, InvalidRequest
 
-#: Compiling takes a time that grows with up to the cube of a Lark grammar's length: a second at this one.
 MAX_BYTES: Final = {
     "json_schema": 64 * 1024,
     "json_object": 64 * 1024,
     "regex": 16 * 1024,
-    "lark": 16 * 1024,
+    "lark": 32 * 1024,
 }
-#: The compiler descends rule by rule; at the limit of length it would overrun a thread's usual stack.
+#: Lines of a Lark grammar: compiling takes a time that may grow with the cube of the number of rules.
+MAX_RULES: Final = 1000
+#: The compiler descends rule by rule; long grammars would overrun a thread's usual stack.
 STACK_BYTES: Final = 64 * 1024 * 1024
 #: Work on a grammar's regular expressions before its first token, in llguidance's units: some 10 ms.
 LEXER_FUEL: Final = 400_000
@@ -105,6 +106,8 @@ class Grammars:
         most = MAX_BYTES[grammar.kind]
         if len(grammar.value.encode(errors="replace")) > most:
             raise InvalidRequest(f"grammar: a {grammar.kind} may have {most} bytes", param="grammar")
+        if grammar.kind == "lark" and grammar.value.count("\n") > MAX_RULES:
+            raise InvalidRequest(f"grammar: it may have {MAX_RULES} lines", param="grammar")
         if self._for_llguidance is None:
             eos = sorted(self._eos_ids) or None
             self._for_llguidance = llguidance.hf.from_tokenizer(

@@ -13,7 +13,7 @@ import torch
 
 from broker.errors import InternalError, InvalidRequest
 from broker.protocol import Grammar
-from gpu_worker.grammar import MAX_BYTES, Grammars, GrammarState
+from gpu_worker.grammar import MAX_BYTES, MAX_RULES, Grammars, GrammarState
 from tests.unit.gpu_worker.tokenizers import byte_level
 
 SCHEMA = {
@@ -100,6 +100,7 @@ def test_the_end_is_allowed_only_when_the_output_is_complete(grammars: Grammars)
         ("regex", "(" * 5000 + "a" + ")" * 5000),
         ("regex", "a\ud800"),
         ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("lark", 'start: "a"\n' + "\n" * MAX_RULES),
         *((kind, "a" * (most + 1)) for kind, most in MAX_BYTES.items() if kind != "json_object"),
     ],
 )
@@ -114,12 +115,13 @@ def test_a_grammar_that_does_not_compile_is_the_callers_error(
 def chain(rule: str) -> str:
     """As many rules as a grammar may have, each of which leads to the next."""
     names = ["".join(letters) for letters in itertools.product("abcdefghijklm", repeat=3)]
-    lines = [rule.format(one=one, next=next) for one, next in pairwise(names)]
-    kept = lines[: (MAX_BYTES["lark"] - 100) // (len(lines[0]) + 1)]
+    kept = [rule.format(one=one, next=next) for one, next in pairwise(names)][: MAX_RULES - 2]
     return "\n".join([f"start: {names[0]}", *kept, f'{names[len(kept)]}: "a"', ""])
 
 
-@pytest.mark.parametrize("rule", ["{one}:{next}", '{one}:"b" {next}', "{one}:({next} {next})*"])
+@pytest.mark.parametrize(
+    "rule", ["{one}:{next}", '{one}:"b" {next}', "{one}:({next} {next})*", "{one}:{next}+"]
+)
 @pytest.mark.parametrize("upper", [False, True])
 def test_long_chains_of_rules_do_not_overrun_the_stack(grammars: Grammars, rule: str, upper: bool) -> None:
     lark = chain(rule)
@@ -152,6 +154,11 @@ def test_schemas_as_people_write_them_are_within_the_limits(
         if state.finished:
             break
         state.accept(allowed(state)[0])
+
+
+def test_a_thousand_choices_are_within_the_limits(grammars: Grammars) -> None:
+    choices = " | ".join(json.dumps(f"class of things {number}") for number in range(1000))
+    assert grammars.compile(Grammar("lark", f"start: {choices}")).mask() is not None
 
 
 def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
