@@ -156,6 +156,13 @@ class Supervised:
                     )
         return found
 
+    def wait_gone(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until no process of this directory is left."""
+        until = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not left, f"still there after {timeout_s:g} s: {left}"
+
     def log(self, name: str) -> str:
         """What is in a log file of run/."""
         path = self.directory / "run" / f"{name}.log"

@@ -134,4 +134,4 @@ def test_a_web_process_never_maps_torch(demo: Supervised) -> None:
 
 def test_a_supervisord_that_is_killed_takes_the_model_with_it(demo: Supervised) -> None:
     os.kill(demo.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not demo.processes(), "every process to end")
+    demo.wait_gone()

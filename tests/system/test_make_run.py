@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_ends_it_at_once(place: Supervised) -> None:
     run.wait_said("again to stop at once")
     run.process.send_signal(signal.SIGINT)
     run.end(20)
-    wait_for(lambda: not place.processes(), "every process to end")
+    place.wait_gone()
 
 
 def test_killed_itself_it_still_leaves_nothing(place: Supervised) -> None:
@@ -132,7 +132,7 @@ def test_killed_itself_it_still_leaves_nothing(place: Supervised) -> None:
     run.wait_said("ready after")
     run.process.kill()
     run.end()
-    wait_for(lambda: not place.processes(), "every process to end")
+    place.wait_gone()
 
 
 def test_a_taken_port_is_one_line_before_anything_starts(place: Supervised) -> None:

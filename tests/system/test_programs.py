@@ -107,7 +107,7 @@ def test_stop_all_leaves_no_process_of_ours_and_no_socket(fresh: Supervised) -> 
 def test_shutdown_ends_everything(fresh: Supervised) -> None:
     fresh.start_ready()
     assert fresh.ctl("shutdown").returncode == 0
-    wait_for(lambda: not fresh.processes(), "every process to end")
+    fresh.wait_gone()
     sockets = [path for path in fresh.directory.rglob("*") if path.is_socket()]
     assert sockets == []
 
@@ -115,10 +115,16 @@ def test_shutdown_ends_everything(fresh: Supervised) -> None:
 def test_nothing_outlives_a_killed_supervisord_and_the_next_one_starts(fresh: Supervised) -> None:
     fresh.start_ready()
     os.kill(fresh.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not fresh.processes(), "every process to end")
+    fresh.wait_gone()
     assert gone(fresh)
     fresh.start_ready()
     fresh.assert_answers()
+
+
+def test_a_supervisord_killed_while_its_processes_still_start_leaves_none_of_them(fresh: Supervised) -> None:
+    fresh.start()
+    os.kill(fresh.supervisor_pid, signal.SIGKILL)
+    fresh.wait_gone()
 
 
 def test_c82_a_shell_wrapper_and_its_helper_end_with_the_worker(fresh: Supervised) -> None:
