@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from . import batch, compiled, graphs, kv_cache, linears, native, support
 from .attention import Attend, PagedInput, cpu, gathered, plug_in, varlen
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
+
+#: Lengths of the texts that a new runner tries side by side.
+_TRIAL_TOKENS: Final = (7, 5)
 
 
 class Runner:
@@ -55,6 +58,7 @@ class Runner:
         )
         self._attend = self._choose_attention()
         self._selects = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        self._check_against_own_attention()
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[RowLike]) -> Tensor:
@@ -95,7 +99,7 @@ class Runner:
 
     def warm_up(self) -> None:
         """Send one token through the model; nothing of it stays."""
-        self.forward([_Scratch(self.pages_total, [0])])
+        self.forward([_Scratch([self.pages_total], [0])])
 
     def start_compile(self) -> None:
         """Use the compiled step: at once where it is on disk, else compiled in the background meanwhile."""
@@ -196,6 +200,33 @@ class Runner:
             rows, page_tokens=self.page_tokens, device=self._device, every_token=frozenset(every_token)
         )
 
+    @torch.inference_mode()
+    def _check_against_own_attention(self) -> None:
+        """Compare with the model's own attention: what `examine` didn't notice must show here.
+
+        Raises:
+            NotPaged: two texts side by side in the cache come out otherwise than one by one without it.
+        """
+        draw = torch.Generator().manual_seed(1)
+        first, second = (-(-tokens // self.page_tokens) for tokens in _TRIAL_TOKENS)
+        if first + second > self.pages_total:
+            return
+        off: list[float] = []
+        for _ in range(3):
+            texts = [torch.randint(self._vocab, (tokens,), generator=draw) for tokens in _TRIAL_TOKENS]
+            pages = (range(first), range(first, first + second))
+            rows = [_Scratch(list(own), text.tolist()) for own, text in zip(pages, texts, strict=True)]
+            ours = self._run(self._batch(rows), None)
+            plug_in(self._model, "eager")
+            for number, text in enumerate(texts):
+                own = (
+                    self._model(input_ids=text[None].to(self._device), use_cache=False).logits[0, -1].float()
+                )
+                off.append(float((ours[number] - own).norm() / own.norm()))
+            plug_in(self._model)
+        if not statistics.median(off) < (0.25 if self._dtype.itemsize < 4 else 1e-3):
+            raise support.NotPaged(f"its answers would be off by {statistics.median(off):.2g} of its own")
+
     def _disagreement(self, step: compiled.CompiledStep) -> float:
         """How far the compiled step's logits are from the eager ones', relative, over a few random texts.
 
@@ -206,7 +237,7 @@ class Runner:
         off = []
         for _ in range(5):
             text = torch.randint(self._vocab, (tokens,), generator=draw).tolist()
-            trial = self._batch([_Scratch(self.pages_total, text)])
+            trial = self._batch([_Scratch([self.pages_total], text)])
             ours, theirs = self._run(trial, step), self._run(trial, None)
             off.append(float((ours - theirs).norm() / theirs.norm()))
         return statistics.median(off)
@@ -239,14 +270,14 @@ class Runner:
 
 
 class _Scratch:
-    """A row and its own sequence: some tokens on the page that belongs to nobody."""
+    """A row and its own sequence, for trials."""
 
     computed = 0
 
-    def __init__(self, page: int, token_ids: list[int]) -> None:
+    def __init__(self, pages: list[int], token_ids: list[int]) -> None:
         self.tokens = len(token_ids)
         self.token_ids = token_ids
-        self.pages = [page]
+        self.pages = pages
 
     @property
     def sequence(self) -> _Scratch:

@@ -71,7 +71,7 @@ def test_steps_with_prompts_or_too_many_rows_are_left_to_the_eager_path() -> Non
 @pytest.mark.gpu
 def test_cuda_graphs_say_what_the_eager_step_says() -> None:
     model = tiny_models.build("llama", dtype=torch.bfloat16, head_dim=64).to("cuda")
-    runner = tiny_models.runner(model, page_tokens=256, compiled=True, slots=4)
+    runner = tiny_models.runner(model, page_tokens=256, compile=True, slots=4)
     runner.start_compile()
     if runner._graphs is None:
         pytest.skip("no varlen_attn with block tables on this card")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_worker.runner import Runner
+from gpu_worker.support import NotPaged
+
 from . import tiny_models
 from .tiny_models import ARCHITECTURES, Loop, Row
 
@@ -65,6 +68,16 @@ def test_a_step_in_which_nobody_samples_returns_no_rows() -> None:
 
 def test_warm_up_touches_no_page_of_the_engine() -> None:
     runner = tiny_models.runner(tiny_models.build("llama"))
+    before = [pages[:-1].clone() for layer in runner._caches for pages in layer]
     runner.warm_up()
-    for pages in (pages for layer in runner._caches for pages in layer):
-        assert not pages[:-1].any()
+    after = [pages[:-1] for layer in runner._caches for pages in layer]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_model_whose_answers_would_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(query: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(Runner, "_choose_attention", lambda self: blind)
+    with pytest.raises(NotPaged, match="off by"):
+        tiny_models.runner(tiny_models.build("llama"))

@@ -85,10 +85,9 @@ def loaded(model: Any, **changes: Any) -> Any:
     return SimpleNamespace(**{**fields, **changes})
 
 
-def runner(model: Any, *, pages: int = 64, page_tokens: int = 4, **settings: Any) -> Runner:
-    """A runner with at least `pages` pages over `model`."""
-    del pages
-    chosen = WorkerSettings(kv_cache_mib=1, page_tokens=page_tokens, compile=False, **settings)
+def runner(model: Any, *, page_tokens: int = 4, compile: bool = False, **settings: Any) -> Runner:
+    """A runner over `model` with a cache of one MiB."""
+    chosen = WorkerSettings(kv_cache_mib=1, page_tokens=page_tokens, compile=compile, **settings)
     return Runner(loaded(model), chosen, Log("worker/test", stream=io.StringIO()))
 
 
