@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from broker.logs import Log
+from broker.protocol import Params
 
 from .settings import WorkerSettings
 from .source import LoadError as LoadError
 from .source import check_model
+from .weights import check_complete, first_line, read_model, read_tokenizer
 
 PROGRESS_S: Final = 5.0
 CACHE_VERSION: Final = "1"  # of converted GGUF files
@@ -89,15 +92,16 @@ def load(settings: WorkerSettings, device: torch.device, log: Log) -> LoadedMode
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the log has lines of its own
+    transformers_logging.set_verbosity_error()  # `weights` refuses what it would only warn of
     given = settings.model or demo_model()
     began = time.monotonic()
-    source, revision = locate(given, settings, log)
+    source = locate(given, settings, log)
     dtype = choose_dtype(settings.dtype, device)
     log.info("loading", model=given, device=str(device), dtype=str(dtype), quantization=settings.quantization,
              **weights_on_disk(source))  # fmt: skip
     with _progress(log, began):
-        tokenizer = _tokenizer(source, revision, settings)
-        model = _model(source, revision, settings, device, dtype)
+        tokenizer = read_tokenizer(source, settings, log)
+        model = read_model(source, settings, device, dtype, log)
     loaded = describe(model, tokenizer, settings, device, dtype, name=settings.model_name or name_of(given))
     log.info(
         "loaded", model=loaded.name, seconds=round(time.monotonic() - began, 1),
@@ -165,8 +169,8 @@ def name_of(given: str) -> str:
     return path.resolve().name if path.exists() else given
 
 
-def locate(given: str, settings: WorkerSettings, log: Log) -> tuple[str, str | None]:
-    """A folder that transformers can load, or a hub id with its revision.
+def locate(given: str, settings: WorkerSettings, log: Log) -> str:
+    """A folder that transformers can load; made of a GGUF file, or brought from the hub, if need be.
 
     Raises:
         LoadError: there is no such file or folder and it can't be a hub id, or the hub says no.
@@ -174,20 +178,22 @@ def locate(given: str, settings: WorkerSettings, log: Log) -> tuple[str, str | N
     check_model(given)
     path = Path(given).expanduser()
     if given.endswith(".gguf"):
-        return str(converted(path, settings, log)), None
+        return str(converted(path, settings, log))
     if path.is_dir():
-        return str(path), None
-    return _from_hub(given, settings.revision, log)
+        return str(path)
+    return _from_hub(given, settings, log)
 
 
-def _from_hub(repository: str, revision: str, log: Log) -> tuple[str, str | None]:
-    """Bring a hub model to the local cache, at one commit."""
+def _from_hub(repository: str, settings: WorkerSettings, log: Log) -> str:
+    """Bring a hub model to the local cache, at one commit; its Python only if that may run."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    if settings.trust_remote_code:
+        patterns.append("*.py")
     try:
-        folder = snapshot_download(repository, revision=revision or None, allow_patterns=patterns)
+        folder = snapshot_download(repository, revision=settings.revision or None, allow_patterns=patterns)
     except HFValidationError as problem:
         raise LoadError(f"--model: {repository} is no hub id: {problem}") from None
     except LocalEntryNotFoundError:
@@ -195,11 +201,11 @@ def _from_hub(repository: str, revision: str, log: Log) -> tuple[str, str | None
             f"--model: {repository} isn't in the local cache and the hub can't be reached"
         ) from None
     except (HfHubHTTPError, OSError) as problem:
-        raise LoadError(f"--model: {repository}: {str(problem).splitlines()[0]}") from None
+        raise LoadError(f"--model: {repository}: {first_line(problem)}") from None
     commit = Path(folder).name
-    if revision != commit:
+    if settings.revision != commit:
         log.info("hub revision", model=repository, commit=commit, pin=f"--revision {commit}")
-    return folder, None
+    return str(folder)
 
 
 def cache_folder(settings: WorkerSettings) -> Path:
@@ -226,7 +232,7 @@ def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
     log.info("converting", file=gguf.name, mib=found.st_size // _MIB)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="converting-"))
     try:
-        _convert(gguf, made)
+        _convert(gguf, made, log)
         made.rename(folder)
     except OSError:
         if not (folder / "config.json").is_file():
@@ -237,16 +243,17 @@ def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
     return folder
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, log: Log) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
         )
-    except (ValueError, KeyError, OSError) as problem:
-        raise LoadError(f"--model: {gguf.name} can't be read: {str(problem).splitlines()[0]}") from None
+    except Exception as problem:  # noqa: BLE001 - a broken file makes its readers raise anything at all
+        raise LoadError(f"--model: {gguf.name} can't be read: {first_line(problem)}") from None
+    check_complete(found, log)
     # The weights are plain tensors by now; what says that they came from a GGUF file would forbid saving.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -288,61 +295,6 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
-def _quantisation(settings: WorkerSettings, dtype: torch.dtype) -> Any:
-    if settings.quantization == "none":
-        return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise LoadError(f"--quantization {settings.quantization} needs bitsandbytes, which isn't installed")
-    from transformers import BitsAndBytesConfig
-
-    if settings.quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-
-
-def _tokenizer(source: str, revision: str | None, settings: WorkerSettings) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=settings.trust_remote_code
-        )
-    except (ValueError, OSError, KeyError) as problem:
-        raise LoadError(f"the tokenizer can't be loaded: {_first_line(problem)}") from None
-    if not tokenizer.is_fast:
-        raise LoadError("the model has no fast tokenizer (tokenizer.json), and only those are served")
-    return tokenizer
-
-
-def _model(
-    source: str, revision: str | None, settings: WorkerSettings, device: torch.device, dtype: torch.dtype
-) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    placement: Any = "auto" if "," in settings.device else {"": device}
-    try:
-        # Straight to its device: moving a quantised model afterwards is an error.
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision,
-            dtype=dtype,
-            device_map=placement,
-            quantization_config=_quantisation(settings, dtype),
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
-        )
-    except torch.OutOfMemoryError:
-        raise LoadError(f"the model doesn't fit into {device}: try --quantization nf4") from None
-    except (ValueError, OSError, ImportError, RuntimeError, KeyError) as problem:
-        raise LoadError(f"the model can't be loaded: {_first_line(problem)}") from None
-    return model
-
-
 def context_of(text_config: Any, wanted: int) -> int:
     """Longest prompt + output in tokens: the config's, or less if the operator says so.
 
@@ -371,7 +323,12 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _defaults(generation_config: Any) -> SamplingDefaults:
     said = generation_config.to_diff_dict()
-    return SamplingDefaults(**{name: said.get(name) for name in SamplingDefaults.__dataclass_fields__})
+    named = {name: said.get(name) for name in SamplingDefaults.__dataclass_fields__}
+    try:
+        msgspec.convert(named, Params)  # requests that say nothing must be as valid as those that say it
+    except msgspec.ValidationError as problem:
+        raise LoadError(f"the model's generation_config can't be used: {problem}") from None
+    return SamplingDefaults(**named)
 
 
 @contextmanager
@@ -395,7 +352,3 @@ def _progress(log: Log, began: float) -> Iterator[None]:
 def _resident_mib() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") // _MIB
-
-
-def _first_line(problem: BaseException) -> str:
-    return next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)

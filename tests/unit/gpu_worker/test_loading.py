@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,76 @@ def test_weights_that_would_have_to_be_unpickled_are_refused(folder: Path, tmp_p
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
     with pytest.raises(LoadError, match="can't be loaded"):
         load(settings(tmp_path), CPU, quiet())
+
+
+def copied(folder: Path, target: Path, file: str, change: Callable[[bytes], bytes]) -> Path:
+    """The model with one file changed."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    (target / file).write_bytes(change((target / file).read_bytes()))
+    return target
+
+
+def changed(**values: object) -> Callable[[bytes], bytes]:
+    return lambda text: json.dumps({**json.loads(text), **values}).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "why"),
+    [
+        ("model.safetensors", lambda data: data[: len(data) // 2], "not fully covered"),
+        ("model.safetensors", lambda data: b"", "header too small"),
+        ("config.json", lambda data: b"[]", "must be a mapping"),
+        ("config.json", changed(num_attention_heads="x"), "expected int, got str"),
+        (
+            "config.json",
+            changed(num_hidden_layers=3),
+            r"aren't complete: 9 tensors are missing, such as model",
+        ),
+        ("config.json", changed(vocab_size=300), r"is \(400, 32\) and should be \(300, 32\)"),
+        ("config.json", changed(model_type="bert", architectures=["BertModel"]), "aren't complete"),
+        ("tokenizer.json", lambda data: b"{}", "the tokenizer can't be loaded: KeyError"),
+        ("generation_config.json", lambda data: b"{", r"generation_config\.json is no JSON object"),
+        ("generation_config.json", changed(temperature="hot"), r"generation_config .*\$\.temperature"),
+        ("generation_config.json", changed(repetition_penalty=-1.0), r"\$\.repetition_penalty"),
+    ],
+)
+def test_broken_files_are_one_sentence_and_nothing_random_is_served(
+    folder: Path, tmp_path: Path, file: str, change: Callable[[bytes], bytes], why: str
+) -> None:
+    broken = copied(folder, tmp_path / "broken", file, change)
+    with pytest.raises(LoadError, match=why) as caught:
+        load(settings(broken), CPU, quiet())
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_the_model_does_not_use_are_told(folder: Path, tmp_path: Path) -> None:
+    fewer = copied(folder, tmp_path / "fewer", "config.json", changed(num_hidden_layers=1))
+    out = io.StringIO()
+    load(settings(fewer), CPU, Log("test", stream=out))
+    (told,) = [
+        line for line in map(json.loads, out.getvalue().splitlines()) if line["event"] == "weights unused"
+    ]
+    assert (told["tensors"], told["such_as"]) == (9, "model.layers.1.input_layernorm.weight")
+
+
+@pytest.mark.parametrize(("trusted", "brought"), [(False, False), (True, True)])
+def test_a_hub_models_python_is_brought_only_if_it_may_run(
+    folder: Path, trusted: bool, brought: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot_download(repository: str, **given: object) -> str:
+        asked.update(given, repository=repository)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    wanted = settings("owner/name", revision="abc", trust_remote_code=trusted)
+    assert loading.locate("owner/name", wanted, quiet()) == str(folder)
+    assert (asked["repository"], asked["revision"]) == ("owner/name", "abc")
+    patterns = asked["allow_patterns"]
+    assert isinstance(patterns, list)
+    assert ("*.py" in patterns) == brought
+    assert "*.safetensors" in patterns and "*.bin" not in patterns
 
 
 def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path) -> None:
