@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,21 +290,24 @@ def _compile(job: Job, library: Path) -> None:
         # Between the kernels there is little to compute; a thread that waits for another costs more.
         "cpp.threads": 1,
     }
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        package = Path(scratch) / "step.pt2"
-        torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
-        with zipfile.ZipFile(package) as archive:
-            archive.extractall(scratch)
-        [built] = Path(scratch).rglob("*.so")
-        # Numbers that the model's code makes a tensor of; weights and buffers the worker has itself.
-        kept = {
-            name: tensor.detach().clone()
-            for name, tensor in program.constants.items()
-            if isinstance(tensor, Tensor) and name.removeprefix(_PREFIX) not in job.dtypes
-        }
-        save_file(kept, library.with_suffix(".safetensors"))
-        built.with_suffix(".json").replace(library.with_suffix(".json"))
-        built.replace(library)  # last: whoever sees it may open it
+    scratch = library.with_suffix(".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a child that was killed; the lock makes it ours
+    scratch.mkdir()
+    package = scratch / "step.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
+    with zipfile.ZipFile(package) as archive:
+        archive.extractall(scratch)
+    [built] = scratch.rglob("*.so")
+    # Numbers that the model's code makes a tensor of; weights and buffers the worker has itself.
+    kept = {
+        name: tensor.detach().clone()
+        for name, tensor in program.constants.items()
+        if isinstance(tensor, Tensor) and name.removeprefix(_PREFIX) not in job.dtypes
+    }
+    save_file(kept, library.with_suffix(".safetensors"))
+    built.with_suffix(".json").replace(library.with_suffix(".json"))
+    built.replace(library)  # last: whoever sees it may open it
+    shutil.rmtree(scratch)
 
 
 def _main(job_file: str, library: str, parent: int) -> None:
