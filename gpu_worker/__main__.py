@@ -70,7 +70,7 @@ def _serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) 
     from .session import End
 
     try:
-        end = serve(settings, claim, name, log)
+        end, stuck = serve(settings, claim, name, log)
     except (LoadError, WarmUpFailed, MemoryError) as problem:
         return _say(problem, EXIT_NO_MODEL)
     except (KeysMissing, ValueError) as problem:
@@ -82,8 +82,8 @@ def _serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) 
         End.STALLED: EXIT_STALLED,
     }
     code = codes[end]
-    if end is End.STALLED:
-        # The engine's thread is inside a step that never returns, and so would the interpreter's end be.
+    if stuck or end is End.ENGINE_DIED:
+        # A device in an unknown state may make the interpreter's end hang, or abort with another code.
         sys.stderr.flush()
         os._exit(code)
     return code

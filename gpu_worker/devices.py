@@ -87,11 +87,12 @@ def parse(text: str) -> Wish:
 
 
 def prepare_environment(wish: Wish, environ: dict[str, str] | os._Environ[str]) -> None:
-    """Set what CUDA reads when it starts; call before torch is imported.
+    """Set what CUDA and the libraries read when they start; call before torch is imported.
 
     Indices follow the PCI bus, as nvidia-smi shows them, and a UUID becomes the only visible device.
     """
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    environ.setdefault("TQDM_DISABLE", "1")  # bars are no log lines; loading tells its progress itself
     if wish.kind == "uuid":
         environ["CUDA_VISIBLE_DEVICES"] = wish.uuid
     elif wish.kind == "cpu":

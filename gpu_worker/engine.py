@@ -76,7 +76,6 @@ class Engine:
         self._fault_finder = FaultFinder(runner, sampler, self._scheduler, self._texts, log)
         self._in_hand: dict[str, Sequence] = {}
         self._output = StepOutput()
-        self._in_step: tuple[str, ...] = ()  # to blame if the step is the last one
 
     def run(self) -> None:
         """Serve until `Quit`. If it can't go on: hands back what it has, says `EngineDied`, returns."""
@@ -94,7 +93,7 @@ class Engine:
         """One step over what is in hand; also says what `_receive` had to say."""
         self.counters.running = len(self._scheduler)
         step = self._scheduler.schedule()
-        self._in_step = tuple(row.sequence.id for row in step.rows)
+        self.counters.in_step = tuple(row.sequence.id for row in step.rows)
         if step.rows:
             results, faults = self._fault_finder.run(step.rows)
             for found in faults:
@@ -102,7 +101,7 @@ class Engine:
             for row, sampled in results:
                 self._postprocess(row.sequence, sampled)
             self._count(step.begun, step.preempted)
-        self._in_step = ()
+        self.counters.in_step = ()
         self._tell()
 
     def _warm_up(self) -> None:
@@ -246,8 +245,8 @@ class Engine:
 
     def _die(self, problem: Exception) -> None:
         """Give back what is not to blame; the rest ends with the process, as the broker counts attempts."""
-        self._log.error("engine died", exc=problem, suspects=len(self._in_step))
-        suspects = tuple(id for id in self._in_step if id in self._in_hand)
+        self._log.error("engine died", exc=problem, suspects=len(self.counters.in_step))
+        suspects = tuple(id for id in self.counters.in_step if id in self._in_hand)
         self._output.handed_back += [id for id in self._in_hand if id not in suspects]
         self._in_hand.clear()
         while (command := self._next()) is not None:

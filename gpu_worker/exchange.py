@@ -78,8 +78,9 @@ Emit = Callable[[Output], None]  # called in the engine thread
 
 @dataclass(slots=True)
 class Counters:
-    """Written by the engine thread, read by the link thread for beats. All but the first three only grow."""
+    """Written by the engine thread, read by the link thread. All but the first four only grow."""
 
+    in_step: tuple[str, ...] = ()  # ids of the requests that are being computed, to blame if it never ends
     running: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0

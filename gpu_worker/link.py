@@ -132,7 +132,6 @@ class Link:
                 grace_s, self._drain_grace_s = self._drain_grace_s, None
                 self._session.drain(grace_s, now)
             if self._watchdog.hung(now):
-                self._log.error("step hung", in_hand=len(self._session.in_hand))
                 self._session.stalled()
             self._session.tick(now)
             self._send(socket)

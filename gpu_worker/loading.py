@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +95,13 @@ def load(settings: WorkerSettings, device: torch.device, log: Log) -> LoadedMode
     transformers_logging.set_verbosity_error()  # `weights` refuses what it would only warn of
     given = settings.model or demo_model()
     began = time.monotonic()
-    source = locate(given, settings, log)
     dtype = choose_dtype(settings.dtype, device)
-    log.info("loading", model=given, device=str(device), dtype=str(dtype), quantization=settings.quantization,
-             **weights_on_disk(source))  # fmt: skip
-    with _progress(log, began):
+    facts: dict[str, object] = {"stage": "finding the files"}
+    with _progress(log, began, device, facts):
+        source = locate(given, settings, log)
+        facts |= {"stage": "reading weights", **weights_on_disk(source)}
+        log.info("loading", model=given, device=str(device), dtype=str(dtype),
+                 quantization=settings.quantization, **weights_on_disk(source))  # fmt: skip
         tokenizer = read_tokenizer(source, settings, log)
         model = read_model(source, settings, device, dtype, log)
     loaded = describe(model, tokenizer, settings, device, dtype, name=settings.model_name or name_of(given))
@@ -332,13 +334,14 @@ def _defaults(generation_config: Any) -> SamplingDefaults:
 
 
 @contextmanager
-def _progress(log: Log, began: float) -> Iterator[None]:
-    """Say every few seconds that loading goes on, and how much memory it has taken."""
+def _progress(log: Log, began: float, device: torch.device, facts: Mapping[str, object]) -> Iterator[None]:
+    """Say every few seconds that loading goes on, how far it is (`facts`), and what memory it has taken."""
     done = threading.Event()
 
     def tell() -> None:
         while not done.wait(PROGRESS_S):
-            log.info("still loading", seconds=round(time.monotonic() - began), memory_mib=_resident_mib())
+            seconds, memory_mib = round(time.monotonic() - began), _memory_bytes(device) // _MIB
+            log.info("still loading", seconds=seconds, memory_mib=memory_mib, **facts)
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()
@@ -349,6 +352,9 @@ def _progress(log: Log, began: float) -> Iterator[None]:
         teller.join()
 
 
-def _resident_mib() -> int:
+def _memory_bytes(device: torch.device) -> int:
+    """What the model takes so far: on a GPU its memory there, else the process's."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") // _MIB
+    return pages * os.sysconf("SC_PAGE_SIZE")

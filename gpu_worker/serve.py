@@ -36,8 +36,12 @@ class WarmUpFailed(Exception):
     """No token came out of the engine; the worker must not register."""
 
 
-def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -> End:
-    """Load, warm up, register and serve until the session ends; returns why it ended.
+def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -> tuple[End, bool]:
+    """Load, warm up, register and serve until the session ends.
+
+    Returns:
+        Why it ended, and whether the engine's thread is still inside a step, so that the interpreter would
+        never end either.
 
     Raises:
         LoadError: the model can't be loaded.
@@ -64,7 +68,7 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
     thread.join(JOIN_S)
     assert session.end is not None, "the link returned before the session's end"
     log.info("stopped", why=session.end.value)
-    return session.end
+    return session.end, thread.is_alive()
 
 
 def _prepare(settings: WorkerSettings, device: torch.device, log: Log) -> None:

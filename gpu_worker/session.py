@@ -47,7 +47,6 @@ class Session:
         counters: the engine's, for beats.
         log: for what an operator wants to know.
         now: monotonic seconds, as in all methods.
-        grace_s: how long a drain that the broker asks for without a grace may take.
     """
 
     def __init__(self, ready: p.Ready, counters: Counters, log: Log, now: float) -> None:
@@ -61,7 +60,6 @@ class Session:
         self._registered_at = float("-inf")
         self._refused_since: float | None = None
         self._beat_at = now
-        self._heard = now
         self._leave_at = float("inf")
         self._out: list[list[bytes]] = []
         self._commands: list[Command] = []
@@ -81,7 +79,6 @@ class Session:
 
     def on_message(self, message: p.BrokerToWorker, body: Sequence[bytes], now: float) -> None:
         """A decoded message of the broker."""
-        self._heard = now
         match message:
             case p.Work():
                 self._on_work(message, body)
@@ -179,8 +176,13 @@ class Session:
             self._leave()
 
     def stalled(self) -> None:
-        """A step never returned: its requests are given back and the process has to go."""
-        self._hand_back(self.in_hand)
+        """A step never returned, so the process has to go: gives back what isn't in that step.
+
+        What is in it ends with the process, so that the broker counts it and a poison pill meets its limit.
+        """
+        suspects = self.in_hand.intersection(self._counters.in_step)
+        self._log.error("step hung", in_hand=len(self.in_hand), suspects=len(suspects))
+        self._hand_back(self.in_hand - suspects)
         self._finish(End.STALLED)
 
     def tick(self, now: float) -> None:

@@ -10,28 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from broker.client import Client
 from broker.errors import InvalidRequest
 from tests.pool import Pool, running_pool, wait_for
-from tests.unit.gpu_worker.tokenizers import byte_level
 
 LOAD_S = 90.0
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random llama on disk."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = LlamaConfig(
-        vocab_size=330, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
 
 
 def start_worker(pool: Pool, name: str, model: Path | str = "", *flags: str) -> int:

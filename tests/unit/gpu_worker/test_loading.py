@@ -61,6 +61,16 @@ def test_a_folder_is_loaded_with_what_requests_need_to_know(folder: Path) -> Non
     assert events == ["loading", "loaded"]
 
 
+def test_a_long_load_says_how_far_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PROGRESS_S", 0.001)
+    out = io.StringIO()
+    load(settings(folder), CPU, Log("test", stream=out))
+    told = [line for line in map(json.loads, out.getvalue().splitlines()) if line["event"] == "still loading"]
+    assert told[-1]["stage"] == "reading weights"
+    assert (told[-1]["shards"], told[-1]["mib"]) == (1, 0)
+    assert told[-1]["memory_mib"] > 10 and told[-1]["seconds"] >= 0
+
+
 def test_c39_every_source_of_end_tokens_counts(folder: Path) -> None:
     loaded = load(settings(folder), CPU, quiet())
     assert loaded.eos_ids == {2, 7, byte_level().eos_token_id}

@@ -204,8 +204,11 @@ def test_a_dead_engines_requests_go_back_but_for_the_suspects() -> None:
     assert stage.session.in_hand == {"b"}, "it ends with the process, so that the broker counts it"
 
 
-def test_a_hung_step_gives_everything_back() -> None:
-    stage = working("a")
+def test_a_hung_step_gives_back_what_is_not_in_it() -> None:
+    stage = working("a", "b")
+    stage.said()
+    stage.counters.in_step = ("b", "cancelled")
     stage.session.stalled()
     assert stage.said() == [p.HandOff(ids=["a"])]
     assert stage.session.end is End.STALLED
+    assert stage.session.in_hand == {"b"}, "it ends with the process, so that the broker counts it"

@@ -1,0 +1,74 @@
+"""The real worker when its model hangs, when many ask at once, and when two start on one file."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from broker.errors import RequestFailed
+from tests.integration.hanging_worker import HANGS_ON
+from tests.integration.test_worker import LOAD_S, start_worker, tiny_flags
+from tests.pool import ROOT, Pool, wait_for
+
+STALLED = 7  # the worker's exit code
+
+
+def start_hanging(pool: Pool, name: str, model: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """A worker whose step never returns when a prompt is `HANGS_ON`; waits until it is registered."""
+    base = ["--device", "cpu", "--name", name, "--no-compile", "--threads", "1", "--model", str(model)]
+    script = str(ROOT / "tests/integration/hanging_worker.py")
+    process = pool.start(name, script, *base, *tiny_flags(), *flags)
+    wait_for(lambda: pool.worker(name, process.pid), f"worker {name}", LOAD_S)
+    return process
+
+
+def test_a_request_that_hangs_two_workers_fails_and_what_was_beside_it_goes_on(
+    pool: Pool, tiny: Path
+) -> None:
+    pool.broker()
+    hanging = [start_hanging(pool, f"w{n}", tiny, "--step-timeout-s", "1.5") for n in range(2)]
+    with pool.client() as client:
+        asked = {"prompt": "hello world", "max_tokens": 300, "seed": 3, "ignore_eos": True}
+        undisturbed = client.generate(**asked).text  # type: ignore[arg-type]
+        streams = [client.stream(**asked) for _ in range(4)]  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed, match="brought down 2 workers"):
+            client.generate(token_ids=HANGS_ON, max_tokens=3, seed=1)
+        assert [process.wait(10) for process in hanging] == [STALLED, STALLED]
+        assert "step hung" in pool.log("w0") and "step hung" in pool.log("w1")
+        start_worker(pool, "w2", tiny, *tiny_flags())
+        for stream in streams:
+            assert "".join(chunk.text for chunk in stream) == undisturbed
+
+
+def test_a_worker_that_is_told_to_go_while_its_step_hangs_goes(pool: Pool, tiny: Path) -> None:
+    pool.broker()
+    process = start_hanging(pool, "w0", tiny, "--drain-grace-s", "0.5")
+    with pool.client() as client, client.stream(token_ids=HANGS_ON, max_tokens=3, seed=1):
+        wait_for(lambda: (w := pool.worker("w0")) and w.in_hand == 1, "the request to be in hand")
+        process.terminate()
+        assert process.wait(15) == 0
+
+
+def test_c55_many_threads_and_lengths_at_once_never_borrow_the_tokenizer_twice(
+    pool: Pool, tiny: Path
+) -> None:
+    pool.broker()
+    start_worker(pool, "w0", tiny, *tiny_flags())
+    threads, each = 16, 200
+
+    def ask(thread: int) -> int:
+        with pool.client() as client:
+            good = 0
+            for n in range(each):
+                text = "x" * (1 + (7 * n + thread) % 60)
+                if n % 10:
+                    good += client.detokenize(client.tokenize(text)) == text
+                else:
+                    good += client.generate(text, max_tokens=1, seed=n).usage.completion_tokens == 1
+            return good
+
+    with ThreadPoolExecutor(threads) as executor:
+        assert list(executor.map(ask, range(threads))) == [each] * threads
