@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from broker.logs import Log
+
 GIB: Final = 1024**3
 MIB: Final = 1024**2
 QUANTIZATIONS: Final = ("none", "int8", "nf4")
@@ -56,14 +58,16 @@ class Sizes:
     Attributes:
         linear_weights: weights in layers that quantisation shrinks.
         other_weights: embeddings, norms and output head, which stay as they are.
-        kv_values_per_token: keys and values of one token over all layers, in numbers.
+        kv_values_per_token: keys and values of one token over all layers, in numbers; 0 without attention.
         context: tokens.
+        one_at_a_time: why the model is served one request at a time; empty if it isn't.
     """
 
     linear_weights: int
     other_weights: int
     kv_values_per_token: int
     context: int
+    one_at_a_time: str = ""
 
     def weights_bytes(self, quantization: str, item_bytes: int) -> int:
         """Memory of the weights."""
@@ -89,14 +93,20 @@ class Fit:
         return self.requests >= 1
 
 
-def measure(config: Any) -> Sizes:
+def measure(config: Any, max_context: int = 0) -> Sizes:
     """Count a model's weights on torch's meta device: shapes only, no memory.
 
     Args:
         config: a transformers config of a causal language model.
+        max_context: the longest prompt + output to be served, in tokens; 0: what the config says.
+
+    Raises:
+        LoadError: the config names no context, or a shorter one.
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from .loading import context_of
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -108,17 +118,34 @@ def measure(config: Any) -> Sizes:
     }
     every = {id(weight): weight.numel() for weight in model.parameters()}
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    from .loading import context_of
-
+    context = context_of(text, max_context)
     return Sizes(
         linear_weights=sum(linear.values()),
         other_weights=sum(every.values()) - sum(linear.values()),
-        kv_values_per_token=2 * text.num_hidden_layers * kv_heads * head_dim,
-        context=context_of(text, 0),
+        kv_values_per_token=_kv_values(text),
+        context=context,
+        one_at_a_time=_why_one_at_a_time(config, context),
     )
+
+
+def _kv_values(text: Any) -> int:
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 0
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * kv_heads * head_dim)
+
+
+def _why_one_at_a_time(config: Any, context: int) -> str:
+    """What the config gives away; a worker that loads the model may find more."""
+    from .support import NotPaged, check_config
+
+    try:
+        check_config(config, context)
+    except NotPaged as reason:
+        return reason.feature
+    return "" if _kv_values(config.get_text_config()) else "it has no attention layers"
 
 
 def fit(sizes: Sizes, device: Device, quantization: str, devices: int = 1) -> Fit:
@@ -131,11 +158,12 @@ def fit(sizes: Sizes, device: Device, quantization: str, devices: int = 1) -> Fi
         room = int(min(HOST_SHARE * (device.memory_bytes - weights - STEP_BYTES), HOST_MOST_BYTES))
     else:
         room = int(devices * (device.memory_bytes * MEMORY_FRACTION - STEP_BYTES)) - weights
-    tokens = max(0, room // per_token)
+    tokens = max(0, room // per_token) if per_token else sizes.context * (room > 0)
+    requests = tokens // min(TYPICAL_REQUEST_TOKENS, sizes.context)
     return Fit(
         device=device, quantization=quantization, devices=devices, weights_bytes=weights,
         kv_bytes_per_token=per_token, tokens=tokens,
-        requests=tokens // min(TYPICAL_REQUEST_TOKENS, sizes.context),
+        requests=min(requests, 1) if sizes.one_at_a_time else requests,
     )  # fmt: skip
 
 
@@ -185,6 +213,17 @@ def parse_capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def parse_count(text: str) -> int:
+    """A number that is at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it isn't.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {text!r}")
+    return int(text)
+
+
 def local_devices() -> list[Device]:
     """The GPUs of this machine, or its CPU."""
     import torch
@@ -203,8 +242,10 @@ def local_devices() -> list[Device]:
 def report(name: str, sizes: Sizes, fits: Sequence[Fit]) -> str:
     """The table for people."""
     weights = (sizes.linear_weights + sizes.other_weights) / 1e6
+    alone = [f"one request at a time: {sizes.one_at_a_time}"] if sizes.one_at_a_time else []
     lines = [
         f"{name}: {weights:,.0f} M weights, context {sizes.context}",
+        *alone,
         "",
         f"{'device':<28} {'quantization':<13} {'dtype':<9} {'weights':>10} {'KV/token':>10} {'tokens':>10}"
         f" {f'requests of {TYPICAL_REQUEST_TOKENS}':>17}",
@@ -222,13 +263,15 @@ def report(name: str, sizes: Sizes, fits: Sequence[Fit]) -> str:
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
     args = _parser().parse_args(argv)
-    try:
-        from .loading import LoadError
+    from .loading import LoadError
+    from .weights import one_sentence
 
-        name, config = _config(args.model)
-        sizes = measure(config)
+    try:
         devices = _devices(args)
-    except (LoadError, ValueError, OSError) as problem:
+        with one_sentence("the config", Log("plan")):
+            name, config = _config(args.model)
+            sizes = measure(config, args.max_context)
+    except (LoadError, ValueError) as problem:
         print(f"python -m gpu_worker plan: {problem}", file=sys.stderr)
         return EXIT_NO_MODEL
     fits = [fit(sizes, device, q) for device in dict.fromkeys(devices) for q in QUANTIZATIONS]
@@ -242,8 +285,10 @@ def _config(given: str) -> tuple[str, Any]:
     from transformers import AutoConfig
 
     from . import loading
+    from .source import check_model
 
     given = given or loading.demo_model()
+    check_model(given)
     if given.endswith(".gguf"):
         path = Path(given)
         return path.stem, AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -267,5 +312,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device-memory", default="", help="of a device that isn't here, such as 16GiB")
     parser.add_argument("--capability", default="8.0", help="its compute capability, such as 7.0")
-    parser.add_argument("--devices", type=int, default=1, help="how many of them")
+    parser.add_argument("--devices", type=parse_count, default=1, help="how many of them")
+    parser.add_argument("--max-context", type=parse_count, default=0, help="tokens, as for the worker")
     return parser

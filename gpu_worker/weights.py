@@ -28,7 +28,7 @@ def read_tokenizer(folder: str, settings: WorkerSettings, log: Log) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with _one_sentence("the tokenizer", log):
+    with one_sentence("the tokenizer", log):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     if not tokenizer.is_fast:
         raise LoadError("the model has no fast tokenizer (tokenizer.json), and only those are served")
@@ -47,7 +47,7 @@ def read_model(
 
     _check_generation_config(Path(folder))
     placement: Any = "auto" if "," in settings.device else {"": device}
-    with _one_sentence("the model", log, device):
+    with one_sentence("the model", log, device):
         # Straight to its device: moving a quantised model afterwards is an error.
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -118,7 +118,8 @@ def _quantisation(settings: WorkerSettings, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _one_sentence(what: str, log: Log, device: torch.device | None = None) -> Iterator[None]:
+def one_sentence(what: str, log: Log, device: torch.device | None = None) -> Iterator[None]:
+    """Whatever is raised within becomes a `LoadError` about `what`."""
     try:
         yield
     except LoadError:

@@ -64,6 +64,54 @@ def test_the_command_plans_for_devices_that_are_not_here(
     assert "2 × GPU 16GiB" in said and "float16" in said and "recommended: one worker per device" in said
 
 
+def written(folder: Path, text: str) -> list[str]:
+    (folder / "config.json").write_text(text)
+    return ["--model", str(folder), "--device-memory", "16GiB"]
+
+
+MAMBA = {
+    "model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "vocab_size": 100, "state_size": 8,
+}  # fmt: skip
+
+
+def test_a_model_without_attention_is_planned_for_one_request_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = written(tmp_path, json.dumps(MAMBA))
+    assert plan.main(argv) == plan.EXIT_NO_MODEL
+    assert "set --max-context" in capsys.readouterr().err
+    assert plan.main([*argv, "--max-context", "4096"]) == 0
+    said = capsys.readouterr().out
+    assert "one request at a time: layers of type linear_attention" in said
+    assert "--slots 1" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ("{", "not a valid JSON"),
+        ("[]", "the config can't be loaded"),
+        ('{"model_type": "t5"}', "Unrecognized configuration class"),
+        ('{"model_type": "llama", "num_attention_heads": "x"}', "expected int, got str"),
+    ],
+)
+def test_a_config_that_is_no_causal_models_is_one_line(
+    config: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(written(tmp_path, config)) == plan.EXIT_NO_MODEL
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "1.5"])
+def test_no_devices_at_all_is_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plan.main([f"--devices={count}", "--device-memory", "16GiB"])
+    assert caught.value.code == 2
+    assert "--devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv",
     [["--model", "/nowhere"], ["--device-memory", "big"], ["--device-memory", "1GiB", "--capability", "x"]],
