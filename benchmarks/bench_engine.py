@@ -118,7 +118,7 @@ def show_batch(at_once: int, found: dict[str, Any]) -> None:
     print(f"    a step {found['step_ms']:.1f} ms: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items()))
 
 
-def mixed(engines: dict[str, Child], draw: random.Random, count: int = 40) -> dict[str, Any]:
+def mixed(engines: dict[str, Child], draw: random.Random, count: int) -> dict[str, Any]:
     """Prompts of 10 to 1,500 tokens, 16 to 512 new, arriving at 80 % of what we can do."""
 
     def one(at: float) -> list[Any]:
@@ -204,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="batch,mixed,prefix,nf4,idle")
+    parser.add_argument("--mixed-requests", type=int, default=40)
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--model", default="")
     chosen = parser.parse_args()
@@ -219,7 +220,7 @@ def main() -> None:
         result["batch"] = batch(engines, chosen.rounds, draw)
         result["memory"] = memory(result["batch"].pop("memory"))
     if "mixed" in wanted:
-        result["mixed"] = mixed(engines, draw)
+        result["mixed"] = mixed(engines, draw, chosen.mixed_requests)
     if "vllm" in engines:
         engines.pop("vllm").close()
     if "prefix" in wanted:
