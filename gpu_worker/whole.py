@@ -21,6 +21,8 @@ from .loading import LoadedModel
 from .settings import WorkerSettings
 
 TRIAL_TOKENS: Final = 8
+#: What models call the argument, and the output, that carries their state; the first that a model has.
+CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params", "state")
 
 
 def settings_for_one(settings: WorkerSettings, context: int) -> WorkerSettings:
@@ -51,7 +53,7 @@ class WholeRunner:
         self._vocab = loaded.vocab
         self._log = log
         self._accepted = set(inspect.signature(loaded.model.forward).parameters)
-        self._cache_name = next((n for n in ("past_key_values", "cache_params") if n in self._accepted), "")
+        self._cache_name = next((name for name in CACHE_NAMES if name in self._accepted), "")
         self._cache: Any = None
         self._cached_for: object = None
         self._cached_tokens = 0
@@ -75,15 +77,20 @@ class WholeRunner:
     def warm_up(self) -> None:
         """Send a few tokens through the model, and see whether its cache can be trusted."""
         ids = [i % self._vocab for i in range(1, TRIAL_TOKENS + 1)]
-        whole = self._all(ids)
-        if self._cache_name:
-            self._restart(None)
-            self._step(ids[:-1])
-            one = self._step(ids[-1:])[-1]
-            agree = torch.allclose(one, whole[-1], rtol=0.05, atol=0.05 * float(whole[-1].abs().max()))
-            self._restart(None)
-            self._cache_name = self._cache_name if agree else ""
+        if self._cache_name and not self._cache_agrees(ids):
+            self._cache_name = ""
         self._log.info("one request at a time", cache=self._cache_name or "none: each step is computed anew")
+
+    def _cache_agrees(self, ids: list[int]) -> bool:
+        """Whether the last token says the same after the others' cache as in the whole text."""
+        whole = self._all(ids)[-1]
+        self._restart(None)
+        self._step(ids[:-1])
+        if self._cache is None:
+            return False
+        one = self._step(ids[-1:])[-1]
+        self._restart(None)
+        return torch.allclose(one, whole, rtol=0.05, atol=0.05 * float(whole.abs().max()))
 
     def start_compile(self) -> None:
         """Nothing is compiled on this path."""
@@ -95,10 +102,11 @@ class WholeRunner:
         end = sequence.computed + tokens
         if not self._cache_name:
             return self._all(sequence.token_ids[:end])[-tokens:]
-        if self._cached_for is not sequence or self._cached_tokens != sequence.computed:
+        behind = self._cached_for is not sequence or self._cached_tokens != sequence.computed
+        if behind or tokens > 1:
+            # Many states take either a whole text or one token more: nothing in between.
             self._restart(sequence)
-            if sequence.computed:
-                self._step(sequence.token_ids[: sequence.computed])
+            return self._step(sequence.token_ids[:end])[-tokens:]
         return self._step(sequence.token_ids[sequence.computed : end])
 
     def _restart(self, sequence: object) -> None:
@@ -107,7 +115,7 @@ class WholeRunner:
     def _step(self, ids: list[int]) -> Tensor:
         given = {self._cache_name: self._cache} if self._cache is not None else {}
         out = self._model(self._tensor(ids), use_cache=True, **given)
-        self._cache = getattr(out, self._cache_name)
+        self._cache = getattr(out, self._cache_name, None)
         self._cached_tokens += len(ids)
         logits: Tensor = out.logits[0].float()
         return logits
