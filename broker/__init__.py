@@ -1,7 +1,8 @@
 """LoadOnce's broker and, beside it, its public face: the wire protocol and the client library.
 
 Public face (all that `http_frontend` and `gpu_worker` may import): `protocol`, `errors`, `calls`,
-`requests`, `client`, `wire`, `curve`, `options`, `logs`, `addresses`. The broker process: everything else.
+`requests`, `client` with its `async_client`, `listeners` and `wire`, `curve`, `options`, `logs`,
+`addresses`, `lifeline`. The broker process: everything else.
 Nothing here imports torch.
 """
 

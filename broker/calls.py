@@ -8,8 +8,8 @@ without gap or repeat, then `on_done` or `on_failed`; after `cancel` it hears no
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
@@ -17,7 +17,14 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from broker import protocol as p
-from broker.errors import DeadlineExceeded, InternalError, InvalidRequest, LoadOnceError, ProtocolError
+from broker.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LoadOnceError,
+    ProtocolError,
+    from_validation,
+)
 
 PREFIX_BLOCK_BYTES: Final = 512
 TOKENS_GUESSED: Final = 256  # output of a request that names no max_tokens
@@ -27,6 +34,9 @@ RESEND_S: Final = 1.0  # a gap is answered by one new submit a second, at the mo
 INCOMPLETE_AT_MOST: Final = 3
 QUIET_S: Final = 10.0  # a broker silent for so long is pinged more rarely, so that pings don't pile up
 QUIET_PING_S: Final = 5.0
+LONGEST_S: Final = (
+    4e9  # a timeout past this one, infinity too, counts as this: `p.Milliseconds` ends soon after
+)
 
 
 class Listener(Protocol):
@@ -43,7 +53,7 @@ class Listener(Protocol):
 
 
 T = TypeVar("T")
-ModelsHeard = Callable[[p.Models], None]
+ModelsHeard = Callable[[p.Models | LoadOnceError], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +95,7 @@ class Calls:
         self.session = ""
         self.resubmitted = 0
         self._calls: dict[str, _Call] = {}
-        self._model_waiters: deque[ModelsHeard] = deque()
+        self._model_waiters: list[ModelsHeard] = []
         self._stamp = 0
         self._pinged = now
         self._heard = now
@@ -114,18 +124,21 @@ class Calls:
         """Begin a call. A request without a seed gets one, so that any worker can continue it.
 
         Raises:
-            InvalidRequest: the id is in use, text isn't valid Unicode, or the request is too large.
+            InvalidRequest: the id is in use, a field of the header or the timeout is out of its bounds,
+                text isn't valid Unicode, or the request is too large. Nothing was begun.
         """
         if submit.id in self._calls:
             raise InvalidRequest(f"id: {submit.id!r} is in flight already", param="id")
-        if not self.busy:
-            self._pinged = self._heard = now
+        timeout_s = bounded_timeout(timeout_s)
         body = encode_request(request)
         submit = msgspec.structs.replace(submit, deadline_ms=max(1, int(1000 * timeout_s)))
+        header = encode_submit(submit)
+        if not self.busy:
+            self._pinged = self._heard = now
         counted = request.task == "generate"
         call = _Call(submit, body, listener, now + timeout_s, self._stamp, now, counted)
         self._calls[submit.id] = call
-        self._out.append([p.encode(submit), body])
+        self._out.append([header, body])
 
     def cancel(self, id: str) -> None:
         """Give a call up; its listener hears nothing more. An id that has ended is no fault."""
@@ -133,9 +146,14 @@ class Calls:
             self._out.append([p.encode(p.Cancel(id=id))])
 
     def list_models(self, heard: ModelsHeard) -> None:
-        """Ask which models there are."""
+        """Ask which models there are; `heard` gets the answer, or the error that ends all calls."""
         self._model_waiters.append(heard)
         self._out.append([p.encode(p.ListModels())])
+
+    def forget_models(self, heard: ModelsHeard) -> None:
+        """Stop waiting for an answer to `list_models`."""
+        if heard in self._model_waiters:
+            self._model_waiters.remove(heard)
 
     # ── what the broker says ─────────────────────────────────────────────────────────────────────
 
@@ -159,8 +177,7 @@ class Calls:
             case p.Pong():
                 self._on_pong(message, now)
             case p.Models():
-                if self._model_waiters:
-                    self._model_waiters.popleft()(message)
+                self._tell_models(message)
 
     def _on_chunk(self, id: str, frame: bytes, now: float) -> None:
         call = self._calls.get(id)
@@ -173,6 +190,12 @@ class Calls:
             call.keep(chunk, frame)
             call.listener.on_chunk(chunk)
 
+    def _tell_models(self, answer: p.Models | LoadOnceError) -> None:
+        """One answer is for all who wait: had it an asker, an answer lost would shift all later ones."""
+        waiters, self._model_waiters = self._model_waiters, []
+        for heard in waiters:
+            heard(answer)
+
     def _on_done(self, message: p.Done, body: Sequence[bytes], now: float) -> None:
         call = self._calls.get(message.id)
         if call is None:
@@ -183,6 +206,8 @@ class Calls:
         if not call.submit.stream:
             for frame in body[1:]:
                 self._on_chunk(message.id, frame, now)
+        if self._calls.get(message.id) is not call:
+            return  # its listener has given it up
         if call.counted and call.tokens != outcome.usage.completion_tokens:
             self._on_incomplete(call, now)
             return
@@ -234,8 +259,8 @@ class Calls:
         for id, call in list(self._calls.items()):
             if now >= call.gives_up:
                 self.cancel(id)
-                seconds = "its timeout has passed and no answer has come"
-                call.listener.on_failed(DeadlineExceeded(f"The request was given up: {seconds}."))
+                why = "The request was given up: its timeout has passed and no answer has come."
+                call.listener.on_failed(DeadlineExceeded(why))
         interval = p.BEAT_INTERVAL_S if now - self._heard < QUIET_S else QUIET_PING_S
         if self._calls and now - self._pinged >= interval:
             self._pinged = now
@@ -248,7 +273,7 @@ class Calls:
     def fail_all(self, problem: LoadOnceError) -> None:
         """End every call: the client is closed, or the broker doesn't take what we say."""
         calls, self._calls = self._calls, {}
-        self._model_waiters.clear()
+        self._tell_models(problem)
         for id, call in calls.items():
             self._out.append([p.encode(p.Cancel(id=id))])
             call.listener.on_failed(problem)
@@ -267,11 +292,45 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
+def bounded_timeout(timeout_s: float) -> float:
+    """The timeout in seconds, at most `LONGEST_S`; one below zero has passed already.
+
+    Raises:
+        InvalidRequest: it is no number.
+    """
+    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise InvalidRequest(
+            f"timeout_s: a number of seconds is needed, not {timeout_s!r}", param="timeout_s"
+        )
+    return max(0.0, min(timeout_s, LONGEST_S))
+
+
+def encode_submit(submit: p.Submit) -> bytes:
+    """The header as a frame, its fields within the bounds that the broker holds them to.
+
+    The broker can't say which request a header that it refuses belongs to, so it must not get one.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    try:
+        header = p.encode(submit)
+        p.from_client.decode(header)
+    except UnicodeEncodeError:
+        raise InvalidRequest("id, model and tenant must be valid Unicode (half a surrogate pair)") from None
+    except (OverflowError, TypeError) as problem:
+        raise InvalidRequest(f"the request's header can't be sent: {problem}") from None
+    except msgspec.ValidationError as problem:
+        raise from_validation(problem) from None
+    return header
+
+
 def encode_request(request: p.Request) -> bytes:
     """The request as a body frame, a seed added if it has none.
 
     Raises:
-        InvalidRequest: text isn't valid Unicode (a lone surrogate), or the whole is past the limit.
+        InvalidRequest: text isn't valid Unicode (a lone surrogate), something in it has no place in a
+            message, or the whole is past the limit.
     """
     if request.params.seed is None:
         params = msgspec.structs.replace(request.params, seed=new_seed())
@@ -284,6 +343,8 @@ def encode_request(request: p.Request) -> bytes:
         ) from None
     except (OverflowError, RecursionError):
         raise InvalidRequest("the request holds an integer past 64 bits, or is nested too deeply") from None
+    except TypeError as problem:
+        raise InvalidRequest(f"the request holds what can't be sent: {problem}") from None
     if len(body) > p.MAX_FRAME_BYTES:
         raise InvalidRequest(f"the request has {len(body)} bytes, at most {p.MAX_FRAME_BYTES} are allowed")
     return body

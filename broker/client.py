@@ -1,4 +1,4 @@
-"""`Client` (blocking) and `AsyncClient`: thin shells with the same method names over `calls.Calls`.
+"""The client library: `Client` (blocking), and `AsyncClient` with the same method names.
 
     with Client() as client:
         print(client.generate("The capital of France is", max_tokens=8).text)
@@ -11,107 +11,122 @@ Both may be made before a fork: the socket is opened in the process that first u
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import zmq
 
 from broker import protocol as p
 from broker import wire
 from broker.addresses import address as default_address
+from broker.async_client import TICK_S, TIMEOUT_S, AsyncClient, AsyncStream
 from broker.calls import Calls, Listener, make_submit
-from broker.errors import Cancelled, LoadOnceError, Overloaded, ProtocolError, Unavailable
-from broker.requests import Completion, Turn, completion, conversation, generation
+from broker.errors import Cancelled, InternalError, LoadOnceError, Unavailable
+from broker.listeners import BUFFERED_CHUNKS, Event, Reader, Whole, served
+from broker.requests import Completion, Turn, conversation, detokenization, generation, tokenization
 
-TIMEOUT_S: Final = 300.0
-TICK_S: Final = 0.25
-RECEIVE_S: Final = 0.005  # of reading in a row
-BUFFERED_CHUNKS: Final = 10_000  # of one stream that its reader hasn't taken yet
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Stream"]
 
-T = TypeVar("T")
-Event = p.Chunk | tuple[p.Done, p.Outcome] | LoadOnceError
-
-# Clients of the parent process, kept in a child so that nothing of theirs is closed there.
+# Loops of the parent process, kept in a child so that nothing of theirs is closed there.
 _of_the_parent: list[object] = []
 
 
-class _Events:
-    """A listener that passes each event to one function, and gives up a reader that is too slow."""
-
-    def __init__(self, put: Callable[[Event], None], waiting: Callable[[], int], cancel: Callable[[], None]):
-        self._put = put
-        self._waiting = waiting
-        self._cancel = cancel
-
-    def on_chunk(self, chunk: p.Chunk) -> None:
-        if self._waiting() < BUFFERED_CHUNKS:
-            self._put(chunk)
-            return
-        self._cancel()
-        self._put(Overloaded(f"the stream's reader is {BUFFERED_CHUNKS} chunks behind: it was given up"))
-
-    def on_done(self, done: p.Done, outcome: p.Outcome) -> None:
-        self._put((done, outcome))
-
-    def on_failed(self, problem: LoadOnceError) -> None:
-        self._put(problem)
-
-
-# ── blocking ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 class _Loop:
-    """The thread that owns one process's socket. Others hand it functions to run on its `Calls`."""
+    """The thread that owns one process's socket. Others hand it functions to run on its `Calls`.
+
+    Whatever ends it, all who wait hear of it.
+    """
 
     def __init__(self, address: str, curve_keys: str) -> None:
         self.pid = os.getpid()
         self.calls = Calls(time.monotonic())
+        self.closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = wire.open_dealer(self._context, address, curve_keys)
-        self._todo: deque[Callable[[], None]] = deque()
+        self._todo: deque[tuple[Callable[[], None], Callable[[LoadOnceError], None]]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closing = False
+        # Guards `closing`, and `_wake` while it is open. A finalizer may run wherever memory is asked for.
+        self._lock = threading.RLock()
         # A daemon, so that a program that forgets `close` still ends.
         self._thread = threading.Thread(target=self._run, name="loadonce-client", daemon=True)
         self._thread.start()
 
-    def do(self, act: Callable[[], None]) -> None:
-        """Run a function in the loop's thread, soon."""
-        self._todo.append(act)
-        os.eventfd_write(self._wake, 1)
+    def do(self, act: Callable[[], None], failed: Callable[[LoadOnceError], None]) -> None:
+        """Run a function in the loop's thread, soon; `failed` hears there why it could not be done.
+
+        Raises:
+            Cancelled: the client was closed in the meantime.
+        """
+        with self._lock:
+            if self.closing:
+                raise Cancelled("the client was closed")
+            self._todo.append((act, failed))
+            os.eventfd_write(self._wake, 1)
+
+    def do_if_open(self, act: Callable[[], None]) -> None:
+        """Run a function in the loop's thread, if there still is one and it is this process's."""
+        if self.pid == os.getpid():
+            with contextlib.suppress(Cancelled):
+                self.do(act, lambda _: None)
+
+    def stop(self) -> None:
+        """Have the thread end all calls and close the socket, soon. Does nothing in a forked child."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            if not self.closing:
+                self.closing = True
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """End all calls and close the socket; what is unsent has a fraction of a second."""
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self.stop()
         self._thread.join()
-        self._socket.close()
-        self._context.term()
-        os.close(self._wake)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        while not self._closing:
-            poller.poll(int(1000 * TICK_S) if self.calls.busy else None)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            while self._todo:
-                self._todo.popleft()()
-            now = time.monotonic()
-            _receive(self._socket, self.calls, now)
-            self.calls.tick(now)
-            _send(self._socket, self.calls)
-        self.calls.fail_all(Cancelled("the client was closed"))
-        _send(self._socket, self.calls)
+        problem: LoadOnceError = Cancelled("the client was closed")
+        try:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            while not self.closing:
+                self._turn(poller)
+        except Exception as fault:  # noqa: BLE001 - the thread's boundary: who waits must not wait for ever
+            problem = InternalError(f"The client's thread has failed: {fault!r}.")
+            problem.__cause__ = fault
+        with self._lock:
+            self.closing = True
+            os.close(self._wake)
+        while self._todo:
+            self._todo.popleft()[1](problem)
+        self.calls.fail_all(problem)
+        wire.send_due(self._socket, self.calls)
+        self._socket.close()
+        self._context.term()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        """Wait, do what is asked, receive, let time pass, send."""
+        poller.poll(int(1000 * TICK_S) if self.calls.busy else None)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._todo:
+            act, failed = self._todo[0]  # stays until it is done: an unforeseen error is told to all in here
+            try:
+                act()
+            except LoadOnceError as problem:
+                failed(problem)
+            self._todo.popleft()
+        now = time.monotonic()
+        wire.deliver(self._socket, self.calls, now)
+        self.calls.tick(now)
+        wire.send_due(self._socket, self.calls)
 
 
 class Stream:
@@ -124,16 +139,29 @@ class Stream:
         self.id = id
         self.outcome: p.Outcome | None = None
         self.done: p.Done | None = None
+        self._problem: LoadOnceError | None = None
         self._events = events
         self._cancel = cancel
 
+    def waiting(self) -> int:
+        """Events that its reader hasn't taken yet."""
+        return self._events.qsize()
+
+    def cancel(self) -> None:
+        """Give it up, if it hasn't ended; who still reads gets what has come and then `Cancelled`."""
+        if self.outcome is None and self._problem is None:
+            self._cancel()
+            self._events.put(Cancelled("the stream was left"))
+
     def __iter__(self) -> Iterator[p.Chunk]:
         while self.outcome is None:
+            if self._problem is not None:
+                raise self._problem
             event = self._events.get()
             if isinstance(event, p.Chunk):
                 yield event
             elif isinstance(event, LoadOnceError):
-                raise event
+                self._problem = event
             else:
                 self.done, self.outcome = event
 
@@ -141,8 +169,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.outcome is None:
-            self._cancel()
+        self.cancel()
 
 
 class Client:
@@ -153,18 +180,28 @@ class Client:
         tenant: requests are fair between tenants.
         timeout_s: for calls that name none.
         curve_keys: directory of CURVE keys, for addresses on other hosts.
+        buffered_chunks: of one stream, not yet read; a reader further behind gets `Overloaded`.
     """
 
     def __init__(
-        self, address: str = "", *, tenant: str = "", timeout_s: float = TIMEOUT_S, curve_keys: str = ""
+        self,
+        address: str = "",
+        *,
+        tenant: str = "",
+        timeout_s: float = TIMEOUT_S,
+        curve_keys: str = "",
+        buffered_chunks: int = BUFFERED_CHUNKS,
     ) -> None:
         self._address = address
         self._tenant = tenant
         self._timeout_s = timeout_s
         self._curve_keys = curve_keys
+        self._buffered_chunks = buffered_chunks
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        self._dropped = weakref.finalize(self, int)  # of the loop that is open, if one is
+        self._dropped.atexit = False
+        _clients.add(self)
 
     def generate(
         self,
@@ -225,18 +262,18 @@ class Client:
         )
         submit = make_submit(request, model=model, stream=True, tenant=self._tenant, priority=priority)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._begin(submit, request, events, timeout_s)
-        return Stream(events, lambda: self._cancel(submit.id), submit.id)
+        cancel = lambda: self._cancel(submit.id)
+        reader = Reader(events.put, events.qsize, cancel, self._buffered_chunks)
+        self._begin(submit, request, reader, timeout_s)
+        return Stream(events, cancel, submit.id)
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> list[int]:
         """The tokens of a text."""
-        request = p.Request(prompt=text, task="tokenize")
-        return self._whole(request, model, 5, timeout_s).token_ids
+        return self._whole(tokenization(text), model, 5, timeout_s).token_ids
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None) -> str:
         """The text of tokens."""
-        request = p.Request(token_ids=list(token_ids), task="detokenize")
-        return self._whole(request, model, 5, timeout_s).text
+        return self._whole(detokenization(token_ids), model, 5, timeout_s).text
 
     def models(self, timeout_s: float = 5.0) -> list[p.ModelInfo]:
         """Every model that was served since the broker started.
@@ -244,13 +281,18 @@ class Client:
         Raises:
             Unavailable: no broker answers.
         """
-        heard: queue.SimpleQueue[p.Models] = queue.SimpleQueue()
+        heard: queue.SimpleQueue[p.Models | LoadOnceError] = queue.SimpleQueue()
+        hear = heard.put
         loop = self._running()
-        loop.do(lambda: loop.calls.list_models(heard.put))
+        loop.do(lambda: loop.calls.list_models(hear), hear)
         try:
-            return heard.get(timeout=timeout_s).models
+            answer = heard.get(timeout=timeout_s)
         except queue.Empty:
+            loop.do_if_open(lambda: loop.calls.forget_models(hear))
             raise Unavailable("no broker answers") from None
+        if isinstance(answer, LoadOnceError):
+            raise answer
+        return answer.models
 
     def wait_ready(self, timeout_s: float = 60.0, model: str = "") -> None:
         """Wait until a worker can serve.
@@ -259,7 +301,7 @@ class Client:
             Unavailable: none could within the time.
         """
         until = time.monotonic() + timeout_s
-        while not _served(self._models_or_none(max(0.05, min(1.0, until - time.monotonic()))), model):
+        while not served(self._models_or_none(max(0.05, min(1.0, until - time.monotonic()))), model):
             if time.monotonic() >= until:
                 raise Unavailable(f"no worker was ready within {timeout_s:g} s")
             time.sleep(0.05)
@@ -268,6 +310,7 @@ class Client:
         """Give up what is in flight and close the socket. The client may be used again."""
         with self._lock:
             loop, self._loop = self._loop, None
+            self._dropped.detach()
         if loop is not None:
             loop.close()
 
@@ -281,41 +324,32 @@ class Client:
 
     def _whole(self, request: p.Request, model: str, priority: int, timeout_s: float | None) -> Completion:
         submit = make_submit(request, model=model, tenant=self._tenant, priority=priority)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._begin(submit, request, events, timeout_s)
-        chunks: list[p.Chunk] = []
+        answers: queue.SimpleQueue[Completion | LoadOnceError] = queue.SimpleQueue()
+        self._begin(submit, request, Whole(answers.put), timeout_s)
         try:
-            while True:
-                event = events.get()
-                if isinstance(event, p.Chunk):
-                    chunks.append(event)
-                elif isinstance(event, LoadOnceError):
-                    raise event
-                else:
-                    return completion(chunks, *event)
-        except KeyboardInterrupt:
+            answer = answers.get()
+        except BaseException:
+            # Ctrl-C, or a web server's signal handler that ends the worker: nobody waits any more.
             self._cancel(submit.id)
             raise
+        if isinstance(answer, LoadOnceError):
+            raise answer
+        return answer
 
     def _begin(
-        self, submit: p.Submit, request: p.Request, events: queue.SimpleQueue[Event], timeout_s: float | None
+        self, submit: p.Submit, request: p.Request, listener: Listener, timeout_s: float | None
     ) -> None:
         loop = self._running()
         seconds = self._timeout_s if timeout_s is None else timeout_s
-        listener = _Events(events.put, events.qsize, lambda: self._cancel(submit.id))
-
-        def begin() -> None:
-            try:
-                loop.calls.submit(submit, request, listener, time.monotonic(), seconds)
-            except LoadOnceError as problem:
-                events.put(problem)
-
-        loop.do(begin)
+        loop.do(
+            lambda: loop.calls.submit(submit, request, listener, time.monotonic(), seconds),
+            listener.on_failed,
+        )
 
     def _cancel(self, id: str) -> None:
         loop = self._loop
-        if loop is not None and loop.pid == os.getpid():
-            loop.do(lambda: loop.calls.cancel(id))
+        if loop is not None:
+            loop.do_if_open(lambda: loop.calls.cancel(id))
 
     def _models_or_none(self, timeout_s: float) -> list[p.ModelInfo]:
         with contextlib.suppress(Unavailable):
@@ -324,8 +358,13 @@ class Client:
 
     def _running(self) -> _Loop:
         with self._lock:
-            if self._loop is None:
-                self._loop = _Loop(self._address or default_address("clients"), self._curve_keys)
+            if self._loop is None or self._loop.closing:
+                loop = _Loop(self._address or default_address("clients"), self._curve_keys)
+                # A client that is dropped without `close` must not leave a thread behind for ever.
+                self._dropped.detach()
+                self._dropped = weakref.finalize(self, loop.stop)
+                self._dropped.atexit = False
+                self._loop = loop
             return self._loop
 
     def _forget(self) -> None:
@@ -336,307 +375,10 @@ class Client:
             self._loop = None
 
 
-# ── asyncio ──────────────────────────────────────────────────────────────────────────────────────────
+def _forget_in_child() -> None:
+    for client in list(_clients):
+        client._forget()
 
 
-class AsyncStream:
-    """One streaming answer: iterate over its chunks with ``async for``; `outcome` says how it ended."""
-
-    def __init__(self, cancel: Callable[[], None], id: str) -> None:
-        self.id = id
-        self.outcome: p.Outcome | None = None
-        self.done: p.Done | None = None
-        self._cancel = cancel
-        self._events: deque[Event] = deque()
-        self._came = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        """Hand it an event."""
-        self._events.append(event)
-        self._came.set()
-
-    def waiting(self) -> int:
-        """Events that its reader hasn't taken yet."""
-        return len(self._events)
-
-    async def __aiter__(self) -> AsyncIterator[p.Chunk]:
-        while self.outcome is None:
-            while not self._events:
-                self._came.clear()
-                await self._came.wait()
-            event = self._events.popleft()
-            if isinstance(event, p.Chunk):
-                yield event
-            elif isinstance(event, LoadOnceError):
-                raise event
-            else:
-                self.done, self.outcome = event
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self.outcome is None:
-            self._cancel()
-
-
-class AsyncClient:
-    """Client for asyncio (or uvloop); one per event loop, arguments as those of `Client`.
-
-    Reads the socket by its file descriptor, without a task per message. `submit` and `cancel` are the
-    lower level that the HTTP frontend uses.
-    """
-
-    def __init__(
-        self, address: str = "", *, tenant: str = "", timeout_s: float = TIMEOUT_S, curve_keys: str = ""
-    ) -> None:
-        self._address = address
-        self._tenant = tenant
-        self._timeout_s = timeout_s
-        self._curve_keys = curve_keys
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._pump_due = False
-        self._pid = 0
-        self._calls = Calls(0.0)
-
-    # ── lower level ──────────────────────────────────────────────────────────────────────────────
-
-    def submit(
-        self, submit: p.Submit, request: p.Request, listener: Listener, timeout_s: float | None = None
-    ) -> None:
-        """Begin a call; its listener is called in the event loop.
-
-        Raises:
-            InvalidRequest: the id is in use, text isn't valid Unicode, or the request is too large.
-        """
-        self._open()
-        seconds = timeout_s if timeout_s is not None else submit.deadline_ms / 1000 or self._timeout_s
-        self._calls.submit(submit, request, listener, time.monotonic(), seconds)
-        self._pump_soon()
-
-    def cancel(self, id: str) -> None:
-        """Give a call up; its listener hears nothing more."""
-        if self._socket is not None:
-            self._calls.cancel(id)
-            self._pump_soon()
-
-    # ── calls ────────────────────────────────────────────────────────────────────────────────────
-
-    async def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        token_ids: Sequence[int] | None = None,
-        model: str = "",
-        priority: int = 5,
-        timeout_s: float | None = None,
-        **params: Any,
-    ) -> Completion:
-        """As `Client.generate`; cancelling the awaiting task cancels the request."""
-        return await self._whole(generation(prompt, token_ids, params), model, priority, timeout_s)
-
-    async def chat(
-        self,
-        messages: Sequence[Turn],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        model: str = "",
-        priority: int = 5,
-        timeout_s: float | None = None,
-        **params: Any,
-    ) -> Completion:
-        """As `Client.chat`; cancelling the awaiting task cancels the request."""
-        return await self._whole(conversation(messages, tools, params), model, priority, timeout_s)
-
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Turn] | None = None,
-        token_ids: Sequence[int] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        model: str = "",
-        priority: int = 5,
-        timeout_s: float | None = None,
-        **params: Any,
-    ) -> AsyncStream:
-        """As `Client.stream`, with ``async with`` and ``async for``."""
-        request = (
-            generation(prompt, token_ids, params)
-            if messages is None
-            else conversation(messages, tools, params)
-        )
-        submit = make_submit(request, model=model, stream=True, tenant=self._tenant, priority=priority)
-        stream = AsyncStream(lambda: self.cancel(submit.id), submit.id)
-        listener = _Events(stream.put, stream.waiting, lambda: self.cancel(submit.id))
-        self.submit(submit, request, listener, timeout_s)
-        return stream
-
-    async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> list[int]:
-        """The tokens of a text."""
-        request = p.Request(prompt=text, task="tokenize")
-        return (await self._whole(request, model, 5, timeout_s)).token_ids
-
-    async def detokenize(
-        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
-    ) -> str:
-        """The text of tokens."""
-        request = p.Request(token_ids=list(token_ids), task="detokenize")
-        return (await self._whole(request, model, 5, timeout_s)).text
-
-    async def models(self, timeout_s: float = 5.0) -> list[p.ModelInfo]:
-        """As `Client.models`."""
-        loop = self._open()
-        heard: asyncio.Future[p.Models] = loop.create_future()
-        self._calls.list_models(lambda models: None if heard.done() else heard.set_result(models))
-        self._pump_soon()
-        try:
-            return (await asyncio.wait_for(heard, timeout_s)).models
-        except TimeoutError:
-            raise Unavailable("no broker answers") from None
-
-    async def wait_ready(self, timeout_s: float = 60.0, model: str = "") -> None:
-        """As `Client.wait_ready`."""
-        until = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(Unavailable):
-                if _served(await self.models(max(0.05, min(1.0, until - time.monotonic()))), model):
-                    return
-            if time.monotonic() >= until:
-                raise Unavailable(f"no worker was ready within {timeout_s:g} s")
-            await asyncio.sleep(0.05)
-
-    def close(self) -> None:
-        """Give up what is in flight and close the socket. The client may be used again."""
-        if self._socket is None or self._pid != os.getpid():
-            return
-        self._calls.fail_all(Cancelled("the client was closed"))
-        _send(self._socket, self._calls)
-        assert self._loop is not None and self._context is not None
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-        if self._timer is not None:
-            self._timer.cancel()
-        self._socket.close()
-        self._context.term()
-        self._socket = self._context = self._timer = None
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    # ── within ───────────────────────────────────────────────────────────────────────────────────
-
-    async def _whole(
-        self, request: p.Request, model: str, priority: int, timeout_s: float | None
-    ) -> Completion:
-        submit = make_submit(request, model=model, tenant=self._tenant, priority=priority)
-        answer = _Whole(self._open().create_future())
-        self.submit(submit, request, answer, timeout_s)
-        try:
-            return await answer.future
-        except asyncio.CancelledError:
-            self.cancel(submit.id)
-            raise
-
-    def _open(self) -> asyncio.AbstractEventLoop:
-        """The running loop, with the socket open in it."""
-        loop = asyncio.get_running_loop()
-        if self._socket is not None and self._pid == os.getpid() and self._loop is loop:
-            return loop
-        if self._socket is not None and self._pid == os.getpid():
-            self.close()  # of a loop that was before, as with several `asyncio.run`
-        elif self._socket is not None:
-            _of_the_parent.append((self._socket, self._context))
-        self._context = zmq.Context()
-        self._socket = wire.open_dealer(
-            self._context, self._address or default_address("clients"), self._curve_keys
-        )
-        self._pid, self._loop = os.getpid(), loop
-        self._calls = Calls(time.monotonic())
-        self._pump_due = False
-        loop.add_reader(self._socket.fileno(), self._pump)
-        self._timer = loop.call_later(TICK_S, self._tick)
-        return loop
-
-    def _tick(self) -> None:
-        assert self._loop is not None
-        self._timer = self._loop.call_later(TICK_S, self._tick)
-        self._calls.tick(time.monotonic())
-        self._pump()
-
-    def _pump_soon(self) -> None:
-        """Send and receive when the loop is through with what it has: many submits, one turn of the pump."""
-        assert self._loop is not None
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._pump_due = False
-        socket, until = self._socket, time.monotonic() + RECEIVE_S
-        # The descriptor tells of a change once, and sending may use that up: what counts is EVENTS, at the
-        # very end. Asking is cheaper than finding nothing, which raises.
-        while socket is not None:
-            _send(socket, self._calls)
-            if not wire.readable(socket):
-                return
-            now = time.monotonic()
-            if now >= until:
-                self._pump_soon()
-                return
-            _receive_one(socket, self._calls, now)
-            socket = self._socket  # a listener may have closed the client
-
-
-class _Whole:
-    """The listener of a call that is answered at once."""
-
-    def __init__(self, future: asyncio.Future[Completion]) -> None:
-        self.future = future
-        self._chunks: list[p.Chunk] = []
-
-    def on_chunk(self, chunk: p.Chunk) -> None:
-        self._chunks.append(chunk)
-
-    def on_done(self, done: p.Done, outcome: p.Outcome) -> None:
-        if not self.future.done():
-            self.future.set_result(completion(self._chunks, done, outcome))
-
-    def on_failed(self, problem: LoadOnceError) -> None:
-        if not self.future.done():
-            self.future.set_exception(problem)
-
-
-# ── both ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _receive(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
-    """Read what has come, for `RECEIVE_S` at the most: others wait for this thread, or this loop, too.
-
-    What can't be decoded is dropped: the call's own timeout covers it.
-    """
-    until = now + RECEIVE_S
-    while time.monotonic() < until and wire.readable(socket):
-        _receive_one(socket, calls, now)
-
-
-def _receive_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
-    with contextlib.suppress(zmq.Again, ProtocolError):
-        calls.on_message(wire.receive(socket), now)
-
-
-def _send(socket: zmq.Socket[bytes], calls: Calls) -> None:
-    """Send all that is due. What finds no room is lost here and sent again after the next ping."""
-    for frames in calls.take():
-        with contextlib.suppress(zmq.Again):
-            wire.send(socket, frames)
-
-
-def _served(models: Sequence[p.ModelInfo], model: str) -> bool:
-    return any(m.workers and (not model or model == m.name or model in m.aliases) for m in models)
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_in_child)

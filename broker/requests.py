@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,27 @@ def generation(prompt: str | None, token_ids: Sequence[int] | None, params: Mapp
     """
     if (prompt is None) == (token_ids is None):
         raise InvalidRequest("prompt: give exactly one of prompt and token_ids", param="prompt")
-    ids = None if token_ids is None else list(token_ids)
-    return p.Request(prompt=prompt, token_ids=ids, params=to_params(params))
+    if prompt is not None:
+        return p.Request(prompt=_text(prompt, "prompt"), params=to_params(params))
+    return p.Request(token_ids=_tokens(token_ids), params=to_params(params))
+
+
+def tokenization(text: str) -> p.Request:
+    """A request for the tokens of a text.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    return p.Request(prompt=_text(text, "text"), task="tokenize")
+
+
+def detokenization(token_ids: Sequence[int]) -> p.Request:
+    """A request for the text of tokens.
+
+    Raises:
+        InvalidRequest: they are no list of integers.
+    """
+    return p.Request(token_ids=_tokens(token_ids), task="detokenize")
 
 
 def conversation(
@@ -65,14 +85,13 @@ def conversation(
     """
     if not messages:
         raise InvalidRequest("messages: at least one is needed", param="messages")
+    turned = [m if isinstance(m, p.ChatMessage) else _map(m, "messages", at) for at, m in enumerate(messages)]
     try:
-        turns = msgspec.convert(
-            [m if isinstance(m, p.ChatMessage) else dict(m) for m in messages], list[p.ChatMessage]
-        )
+        turns = msgspec.convert(turned, list[p.ChatMessage])
     except msgspec.ValidationError as problem:
         wrong = from_validation(problem)
         raise InvalidRequest(f"messages{wrong.message}", param=f"messages{wrong.param or ''}") from None
-    listed = None if tools is None else [dict(tool) for tool in tools]
+    listed = None if tools is None else [_map(tool, "tools", at) for at, tool in enumerate(tools)]
     return p.Request(messages=turns, tools=listed, params=to_params(params))
 
 
@@ -86,11 +105,39 @@ def to_params(given: Mapping[str, Any]) -> p.Params:
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
     if isinstance(values.get("logit_bias"), Mapping):
-        values["logit_bias"] = [(int(token), bias) for token, bias in values["logit_bias"].items()]
+        values["logit_bias"] = _biases(values["logit_bias"])
     try:
         return msgspec.convert(values, p.Params)
     except msgspec.ValidationError as problem:
         raise from_validation(problem) from None
+
+
+def _text(given: object, name: str) -> str:
+    if not isinstance(given, str):
+        raise InvalidRequest(f"{name}: expected text, got {type(given).__name__}", param=name)
+    return given
+
+
+def _tokens(given: object) -> list[int]:
+    """Token ids of any sequence of integers: a list, an array, a tensor of one dimension."""
+    try:
+        return [operator.index(token) for token in given]  # type: ignore[attr-defined]
+    except TypeError as problem:
+        raise InvalidRequest(f"token_ids: expected integers: {problem}", param="token_ids") from None
+
+
+def _map(given: object, name: str, at: int) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        field = f"{name}[{at}]"
+        raise InvalidRequest(f"{field}: expected a map, got {type(given).__name__}", param=field)
+    return dict(given)
+
+
+def _biases(given: Mapping[Any, Any]) -> list[tuple[int, Any]]:
+    try:
+        return [(int(token), bias) for token, bias in given.items()]
+    except (TypeError, ValueError):
+        raise InvalidRequest("logit_bias: its keys must be token ids", param="logit_bias") from None
 
 
 def completion(chunks: Sequence[p.Chunk], done: p.Done, outcome: p.Outcome) -> Completion:

@@ -1,16 +1,21 @@
-"""The client's DEALER socket: options set before connect, whole messages in and out. Both clients use it."""
+"""Both clients' DEALER socket: options set before connect, whole messages between it and `Calls`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
 from broker import curve
+from broker.calls import Calls
+from broker.errors import ProtocolError
 from broker.protocol import MAX_FRAME_BYTES
 
+RECEIVE_S: Final = 0.005  # of reading in a row
 HIGH_WATER: Final = 100_000
 LINGER_MS: Final = 200
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000
@@ -77,3 +82,23 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
     last = len(frames) - 1
     for place, frame in enumerate(frames):
         socket.send(frame, _NOBLOCK if place == last else _NOBLOCK_MORE)
+
+
+def deliver(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
+    """Read what has come, for `RECEIVE_S` at the most: others wait for this thread too."""
+    until = now + RECEIVE_S
+    while time.monotonic() < until and readable(socket):
+        deliver_one(socket, calls, now)
+
+
+def deliver_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
+    """Read one message. What can't be decoded is dropped: the call's own timeout covers it."""
+    with contextlib.suppress(zmq.Again, ProtocolError):
+        calls.on_message(receive(socket), now)
+
+
+def send_due(socket: zmq.Socket[bytes], calls: Calls) -> None:
+    """Send all that is due. What finds no room is lost here and sent again after the next ping."""
+    for frames in calls.take():
+        with contextlib.suppress(zmq.Again):
+            send(socket, frames)
