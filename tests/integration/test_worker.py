@@ -134,6 +134,42 @@ def test_a_stream_goes_on_after_its_worker_was_killed_with_the_same_text(pool: P
     assert stream.done is not None and stream.done.attempts == 2
 
 
+def test_a_model_that_can_not_be_paged_is_served_one_request_at_a_time(pool: Pool, tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    from tests.unit.gpu_worker.tokenizers import byte_level
+
+    config = MambaConfig(vocab_size=330, hidden_size=32, state_size=8, num_hidden_layers=2, eos_token_id=None)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    pool.broker()
+    start_worker(pool, "w0", tmp_path, *tiny_flags(), "--max-context", "256")
+    found = pool.worker("w0")
+    assert found is not None and found.slots == 1
+    assert "layers of type linear_attention" in pool.log("w0")
+    with pool.client() as client:
+        asked = {"prompt": "hello", "max_tokens": 30, "seed": 3, "ignore_eos": True}
+        alone = client.generate(**asked).text  # type: ignore[arg-type]
+        streams = [client.stream(**asked) for _ in range(4)]  # type: ignore[arg-type]
+        assert ["".join(chunk.text for chunk in stream) for stream in streams] == [alone] * 4
+
+
+def test_a_worker_that_started_before_its_broker_registers_when_that_comes(pool: Pool, tiny: Path) -> None:
+    command = ["-m", "gpu_worker", "--device", "cpu", "--name", "w0", "--no-compile", "--threads", "1"]
+    process = pool.start("w0", *command, "--model", str(tiny), *tiny_flags())
+    wait_for(lambda: '"defaults"' in pool.log("w0"), "the model to be loaded", LOAD_S)
+    pool.broker()
+    wait_for(lambda: pool.worker("w0", process.pid), "the worker to register", LOAD_S)
+
+
+def test_sigterm_while_it_loads_ends_a_worker_at_once(pool: Pool, tiny: Path) -> None:
+    command = ["-m", "gpu_worker", "--device", "cpu", "--name", "w0", "--no-compile"]
+    process = pool.start("w0", *command, "--model", str(tiny), *tiny_flags())
+    wait_for(lambda: '"device"' in pool.log("w0"), "the start")
+    process.terminate()
+    assert process.wait(5) == 0
+
+
 def test_c67_a_worker_registers_again_with_a_restarted_broker(pool: Pool, tiny: Path) -> None:
     pool.broker()
     pid = start_worker(pool, "w0", tiny, *tiny_flags())
@@ -190,6 +226,7 @@ def test_c69_a_busy_worker_is_not_taken_for_dead(pool: Pool, tiny: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "code", "why"),
     [
+        (["--quantization", "nf4", "--max-context", "99999"], 3, "--max-context 99999"),
         (["--model", "/nowhere"], 3, "no folder /nowhere"),
         (["--device", "gpu7"], 4, "--device gpu7"),
         (["--device", "cuda:0"], 4, "no CUDA device is visible"),
