@@ -12,6 +12,8 @@ from broker.logs import Log
 from broker.protocol import ModelInfo
 
 REFRESH_S: Final = 1.0
+FRESH_S: Final = 0.1  # what was heard so lately isn't asked for again
+ASK_AGAIN_S: Final = 1.0  # how long a request may wait for that
 STALE_S: Final = 5.0  # a broker that has been silent for so long isn't there
 
 
@@ -33,6 +35,7 @@ class Catalogue:
         self._by_name: dict[str, ModelInfo] = {}
         self._unheard = False
         self._first = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
         self.models: Sequence[ModelInfo] = ()
 
     async def wait_heard(self, patience_s: float) -> None:
@@ -64,6 +67,29 @@ class Catalogue:
         elif self.models:
             return self.models[0]
         raise Unavailable("No worker has registered yet.", retry_after_ms=1000)
+
+    async def look_up(self, name: str | None) -> ModelInfo:
+        """As `find`, but the broker is asked anew before a refusal.
+
+        A worker may have registered since, and another frontend on this port may have said so already.
+        """
+        try:
+            return self.find(name)
+        except (ModelNotFound, Unavailable):
+            await self._ask_again()
+            return self.find(name)
+
+    async def _ask_again(self) -> None:
+        """Ask once for all who want to know now."""
+        if self._heard_at is not None and self._clock() - self._heard_at < FRESH_S:
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._refresh())
+        await asyncio.shield(self._asking)
+
+    async def _refresh(self) -> None:
+        with contextlib.suppress(LoadOnceError, TimeoutError):  # `run` logs a broker that is silent
+            self.heard(await asyncio.wait_for(self._ask(), ASK_AGAIN_S))
 
     def heard(self, models: Sequence[ModelInfo]) -> None:
         """Take in what the broker says."""

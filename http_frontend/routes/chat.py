@@ -20,7 +20,7 @@ _body: Final = msgspec.json.Decoder(ChatRequest)
 async def chat_completions(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """One or more answers to a conversation."""
     body: ChatRequest = decode(_body, await frontend.body(request))
-    model = frontend.catalogue.find(body.model)
+    model = await frontend.catalogue.look_up(body.model)
     ask = validate.chat(body, model, frontend.settings.max_n)
     id, created = f"chatcmpl-{request.request_id}", int(time.time())
     return await answer(

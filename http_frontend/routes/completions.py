@@ -20,7 +20,7 @@ _body: Final = msgspec.json.Decoder(CompletionRequest)
 async def completions(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """One or more continuations of one or more prompts."""
     body: CompletionRequest = decode(_body, await frontend.body(request))
-    model = frontend.catalogue.find(body.model)
+    model = await frontend.catalogue.look_up(body.model)
     ask = validate.completion(body, model, frontend.settings.max_n)
     id, created, count = f"cmpl-{request.request_id}", int(time.time()), len(ask.requests)
     return await answer(

@@ -25,7 +25,7 @@ encode: Final = msgspec.json.Encoder().encode
 async def generation(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """Texts for one prompt or a list of them, prompts first, then `num_return_sequences`."""
     body: GenerationRequest = decode(_body, await frontend.body(request))
-    model = frontend.catalogue.find(body.model)
+    model = await frontend.catalogue.look_up(body.model)
     ask = validate_generation.generation(body, model, frontend.settings.max_n)
     given = body.gen_params or GenParams()
     full = body.return_full_text is not False and given.return_full_text is not False

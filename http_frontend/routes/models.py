@@ -27,7 +27,7 @@ async def list_models(frontend: Frontend, request: Incoming) -> web.StreamRespon
 async def one_model(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """One of them; the name may hold slashes."""
     name = unquote(request.route.removeprefix(PREFIX))
-    return Reply(msgspec.json.encode(_card(frontend.catalogue.find(name), name)))
+    return Reply(msgspec.json.encode(_card(await frontend.catalogue.look_up(name), name)))
 
 
 def _card(model: ModelInfo, name: str) -> ModelCard:

@@ -27,7 +27,7 @@ _detokenize: Final = msgspec.json.Decoder(DetokenizeRequest)
 async def tokenize(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """The token ids of a text, or of a conversation through the model's template."""
     body: TokenizeRequest = decode(_tokenize, await frontend.body(request))
-    model = frontend.catalogue.find(body.model)
+    model = await frontend.catalogue.look_up(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Either prompt or messages is needed.", param="prompt")
     if body.messages is not None and not model.chat:
@@ -46,7 +46,7 @@ async def tokenize(frontend: Frontend, request: Incoming) -> web.StreamResponse:
 async def detokenize(frontend: Frontend, request: Incoming) -> web.StreamResponse:
     """The text of token ids."""
     body: DetokenizeRequest = decode(_detokenize, await frontend.body(request))
-    model = frontend.catalogue.find(body.model)
+    model = await frontend.catalogue.look_up(body.model)
     validate.tokens_in_vocabulary(body.tokens, model, "tokens")
     if not body.tokens:
         return Reply(msgspec.json.encode(DetokenizeResponse("")))

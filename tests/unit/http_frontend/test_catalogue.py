@@ -85,3 +85,40 @@ async def test_a_silent_broker_is_logged_once_and_asked_again(monkeypatch: pytes
     task.cancel()
     assert log.getvalue().count("doesn't answer") == 1
     assert models.find("a").name == "a"
+
+
+async def test_a_worker_that_registered_since_is_found_and_the_broker_asked_once_for_all() -> None:
+    """Two frontends share a port: one has said that a model is ready, the request goes to the other."""
+    asked = 0
+
+    async def ask() -> list[ModelInfo]:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        return [ModelInfo("a", 1, 1)]
+
+    clock = Clock()
+    models = Catalogue(ask, clock, Log("x", stream=io.StringIO()))
+    found = await asyncio.gather(*(models.look_up("a") for _ in range(20)))
+    assert {model.name for model in found} == {"a"} and asked == 1
+    with pytest.raises(ModelNotFound):
+        await models.look_up("c")
+    assert asked == 1, "what was heard just now isn't asked for again"
+    clock.now += 1
+    with pytest.raises(ModelNotFound):
+        await models.look_up("c")
+    assert asked == 2
+
+
+async def test_a_silent_broker_makes_a_request_wait_a_moment_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.01)
+
+    async def silence() -> list[ModelInfo]:
+        await asyncio.sleep(3600)
+        return []
+
+    models = Catalogue(silence, Clock(), Log("x", stream=io.StringIO()))
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(models.look_up("a"), 5)
