@@ -272,10 +272,8 @@ class AsyncClient:
             self.close()  # of a loop that was before, as with several `asyncio.run`
         elif self._socket is not None:
             _of_the_parent.append((self._socket, self._context))
-        self._context = zmq.Context()
-        self._socket = wire.open_dealer(
-            self._context, self._address or default_address("clients"), self._curve_keys
-        )
+        address = self._address or default_address("clients")
+        self._context, self._socket = wire.open_dealer(address, self._curve_keys)
         self._pid, self._loop = os.getpid(), loop
         self._calls = Calls(time.monotonic())
         self._pump_due = False

@@ -298,7 +298,7 @@ def bounded_timeout(timeout_s: float) -> float:
     Raises:
         InvalidRequest: it is no number.
     """
-    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+    if not isinstance(timeout_s, int | float) or (isinstance(timeout_s, float) and math.isnan(timeout_s)):
         raise InvalidRequest(
             f"timeout_s: a number of seconds is needed, not {timeout_s!r}", param="timeout_s"
         )

@@ -48,8 +48,7 @@ class _Loop:
         self.pid = os.getpid()
         self.calls = Calls(time.monotonic())
         self.closing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = wire.open_dealer(self._context, address, curve_keys)
+        self._context, self._socket = wire.open_dealer(address, curve_keys)
         self._todo: deque[tuple[Callable[[], None], Callable[[LoadOnceError], None]]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Guards `closing`, and `_wake` while it is open. A finalizer may run wherever memory is asked for.

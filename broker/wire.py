@@ -26,13 +26,16 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
-def open_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, curve_keys: str) -> zmq.Socket[bytes]:
-    """A DEALER with a routing id of its own, connected; it finds its broker again by itself.
+def open_dealer(address: str, curve_keys: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A context and in it a DEALER with a routing id of its own, connected; it reconnects by itself.
+
+    Both are the caller's to close; if this raises, nothing is left open.
 
     Raises:
         curve.KeysMissing: the address isn't local and there are no keys.
         zmq.ZMQError: the address is no address.
     """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     # A routing id of our own outlives a connection, so what the broker has for us still finds us.
     # Its first byte must not be zero: ZeroMQ keeps those for itself.
@@ -50,8 +53,9 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, curve_key
         socket.connect(address)
     except (ValueError, zmq.ZMQError):
         socket.close(linger=0)
+        context.term()
         raise
-    return socket
+    return context, socket
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

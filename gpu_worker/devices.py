@@ -132,7 +132,7 @@ def _claim_cpu(directory: Path, log: Log) -> Claim:
     for number in range(MOST_CPU_WORKERS):
         lock = try_lock(directory / f"device-cpu{number}.lock")
         if lock is not None:
-            log.info("device", device="cpu", number=number, cores=os.cpu_count())
+            log.info("device", device="cpu", number=number, cores=len(os.sched_getaffinity(0)))
             return Claim("cpu", f"cpu{number}", locks=(lock,))
     raise DeviceError(f"{MOST_CPU_WORKERS} workers run on this CPU already")
 

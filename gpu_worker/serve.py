@@ -72,7 +72,7 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
 
 
 def _prepare(settings: WorkerSettings, device: torch.device, log: Log) -> None:
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     if device.type == "cuda" and not settings.share_device:
         devices.wait_for_memory(
             lambda: torch.cuda.mem_get_info(device), settings.memory_fraction, settings.memory_wait_s, log

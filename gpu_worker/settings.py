@@ -71,7 +71,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
         bool, Meta(description="compile the decode step in the background; eager until it is there")
     ] = True
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of the model; 0: all cores of the machine")
+        int, Meta(ge=0, description="CPU threads of the model; 0: all cores that it may use")
     ] = 0
     drain_grace_s: Annotated[
         float,

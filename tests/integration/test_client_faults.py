@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,10 @@ import uvloop
 
 from broker import wire
 from broker.client import AsyncClient, Client
+from broker.curve import KeysMissing
 from broker.errors import Cancelled, InternalError, InvalidRequest, Overloaded, Unavailable
 from examples.scripted_worker import scripted
+from tests.integration.test_broker_life import make_keys
 from tests.pool import ROOT, Pool, wait_for
 
 TURN = {"role": "user", "content": "hi"}
@@ -240,3 +243,28 @@ async def test_an_async_stream_goes_on_after_the_broker_was_killed(pool: Pool) -
                 await asyncio.to_thread(pool.broker)
     assert text == expected("story", 5, 150)
     assert starts == sorted(set(starts))
+
+
+async def test_both_clients_speak_over_tcp_with_keys(pool: Pool) -> None:
+    ours, theirs = make_keys(pool.directory)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    pool.broker("--clients", address, "--curve-keys", str(ours))
+    pool.scripted("gpu0")
+    with Client(address, curve_keys=str(theirs)) as client:
+        client.wait_ready(20)
+        assert client.generate("x", max_tokens=3, seed=1).text == expected("x", 1, 3)
+        with Client(address) as keyless, pytest.raises(Unavailable):
+            keyless.models(1.0)
+    async with AsyncClient(address, curve_keys=str(theirs)) as other:
+        assert (await other.generate("x", max_tokens=3, seed=1)).text == expected("x", 1, 3)
+
+
+async def test_an_address_on_another_host_without_keys_is_refused_by_both() -> None:
+    with Client("tcp://192.0.2.1:5555") as client, pytest.raises(KeysMissing):
+        client.generate("x")
+    async with AsyncClient("tcp://192.0.2.1:5555") as other:
+        for _ in range(2):  # refused again, not half open
+            with pytest.raises(KeysMissing):
+                await other.generate("x")
