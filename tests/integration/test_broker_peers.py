@@ -68,7 +68,7 @@ def test_c63_a_killed_worker_that_comes_back_is_served_within_a_liveness_period(
     pool.kill("gpu0")
     began = time.monotonic()
     again = pool.scripted("gpu0")
-    assert time.monotonic() - began < p.LIVENESS_S + 1
+    assert time.monotonic() - began < p.LIVENESS_S + 3
     with pool.client() as client:
         assert client.generate("back", max_tokens=2, seed=1).worker == "gpu0"
     assert again.poll() is None

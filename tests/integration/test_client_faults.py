@@ -170,7 +170,7 @@ def test_a_lost_answer_about_models_does_not_shift_the_later_ones(pool: Pool) ->
         client.wait_ready(20)
         begun = time.monotonic()
         assert [model.name for model in client.models()] == ["scripted"]
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 5
 
 
 def test_children_of_a_fork_under_load_get_their_own_answers(served: Pool) -> None:
