@@ -41,6 +41,7 @@ def address(which: str, given: str = "", directory: str = "") -> str:
     Raises:
         ValueError: the socket's path is longer than the kernel allows.
     """
+    given = given or os.environ.get(f"LOADONCE_{which.upper()}", "")
     if given:
         return given
     path = str(run_dir(directory).absolute() / which)

@@ -39,7 +39,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     stall_s: Annotated[
         float,
         Meta(gt=0, description="seconds without a model step, with work in hand, that make a worker stalled"),
-    ] = 60.0
+    ] = 180.0
     affinity_tokens: Annotated[
         int, Meta(ge=0, description="how much busier than the idlest the worker that knows the prefix may be")
     ] = 2048

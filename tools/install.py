@@ -45,7 +45,14 @@ def main(sets: list[str]) -> int:
         return 0
     if not (VENV / "bin" / "python").exists():
         print("making .venv", flush=True)
-        venv.create(VENV, with_pip=True)
+        try:
+            venv.create(VENV, with_pip=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(VENV, ignore_errors=True)
+            print(
+                "making .venv failed: this Python can put no pip into it (on Debian: apt install python3-venv)"
+            )
+            return EXIT_PIP_FAILED
     try:
         for name in sets:
             install(name)

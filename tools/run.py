@@ -24,6 +24,8 @@ from xmlrpc.client import Error, ServerProxy
 
 from supervisor.xmlrpc import SupervisorTransport
 
+from broker.admin import ask_status
+from broker.errors import LoadOnceError
 from broker.lifeline import PR_SET_PDEATHSIG
 from broker.options import SettingError, read
 from broker.pool_view import Process
@@ -226,6 +228,9 @@ class Pool:
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=2, context=context) as answer:
                 return bool(answer.status == 200)
+        except urllib.error.HTTPError as refused:
+            # With API keys the route wants one, and we have none: the frontend lives, so ask the broker.
+            return refused.code in (401, 403) and _workers_ready()
         except (OSError, urllib.error.URLError, ValueError):
             return False
 
@@ -271,6 +276,14 @@ def _kill_group(leader: int) -> None:
 def _end_with_us() -> None:
     """In the child: supervisord stops, and stops the rest, if we are killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _workers_ready() -> bool:
+    """Whether the broker has a worker that takes work."""
+    try:
+        return any(model.ready for model in ask_status(timeout_s=2.0).models)
+    except LoadOnceError:
+        return False
 
 
 if __name__ == "__main__":

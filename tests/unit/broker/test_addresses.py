@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from broker import addresses
+from broker.settings import BrokerSettings
+from gpu_worker.settings import WorkerSettings
 
 
 def test_the_run_directory_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,3 +38,16 @@ def test_a_run_directory_that_others_may_write_is_refused(tmp_path: Path) -> Non
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="LOADONCE_RUN_DIR"):
         addresses.address("clients", directory=str(tmp_path / ("x" * 120)))
+
+
+def test_an_address_from_the_environment_reaches_clients_as_it_reaches_the_actors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOADONCE_CLIENTS", "tcp://127.0.0.1:5555")
+    assert addresses.address("clients") == "tcp://127.0.0.1:5555"
+    assert addresses.address("clients", "tcp://127.0.0.1:6666") == "tcp://127.0.0.1:6666"
+    assert addresses.address("admin", directory=str(tmp_path)) == f"ipc://{tmp_path}/admin"
+
+
+def test_the_brokers_stall_never_forestalls_a_workers_own_watchdog() -> None:
+    assert BrokerSettings().stall_s > WorkerSettings().step_timeout_s
