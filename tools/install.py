@@ -49,9 +49,7 @@ def main(sets: list[str]) -> int:
             venv.create(VENV, with_pip=True)
         except subprocess.CalledProcessError:
             shutil.rmtree(VENV, ignore_errors=True)
-            print(
-                "making .venv failed: this Python can put no pip into it (on Debian: apt install python3-venv)"
-            )
+            print("making .venv failed: this Python has no pip for it (on Debian: apt install python3-venv)")
             return EXIT_PIP_FAILED
     try:
         for name in sets:
