@@ -61,7 +61,7 @@ class FrontendSettings(Struct, frozen=True, kw_only=True):
     stream_buffer_bytes: Annotated[
         int,
         Meta(ge=4096, description="output that a slow reader may leave unread before its stream is dropped"),
-    ] = 512 * 1024
+    ] = 256 * 1024
     deadline_s: Annotated[
         float, Meta(gt=0, le=86_400, description="a request's deadline, counted from its arrival")
     ] = 600.0
