@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from . import native
 from .attention import LayerPlan, PagedInput, cpu, plug_in
-from .linears import Nf4Linear, Nf4Shape, nf4_shapes, use_kernels
+from .linears import Nf4Linear, Nf4Shape, PackedLinear, PackedShape, nf4_shapes, packed_shapes
 
 #: Raised when what the library expects of its caller changes.
 _VERSION: Final = 1
@@ -52,6 +52,7 @@ class Job(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]  # of each weight and buffer
     small: dict[str, list[float]]  # values of the smallest ones, which the compiler makes part of its code
     nf4: dict[str, Nf4Shape]  # the model's 4-bit layers
+    packed: dict[str, PackedShape]  # and those whose weight is packed
     layers: list[LayerPlan]
     page_tokens: int
     selects: bool  # the model's forward takes `logits_to_keep`
@@ -101,6 +102,7 @@ def job_for(
             if tensor.numel() <= _SMALL
         },
         nf4=nf4_shapes(model),
+        packed=packed_shapes(model),
         layers=list(layers),
         page_tokens=page_tokens,
         selects=selects,
@@ -242,12 +244,13 @@ def _build(job: Job) -> nn.Module:
         model = getattr(transformers, job.model_class)._from_config(config, dtype=getattr(torch, job.dtype))
     for name, shape in job.nf4.items():
         model.set_submodule(name, Nf4Linear.like(shape))
+    for name, kind in job.packed.items():
+        model.set_submodule(name, PackedLinear.like(kind))
     for name, tensor in _weights(model).items():
         tensor.data = tensor.data.to(getattr(torch, job.dtypes[name]))
         if name in job.small:
             tensor.data.copy_(torch.tensor(job.small[name]).view_as(tensor))
     plug_in(model)
-    use_kernels(model)
     return model.eval()
 
 

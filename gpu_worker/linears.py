@@ -1,17 +1,71 @@
 """Linear layers on the CPU by our own kernels: bfloat16 ones, and bitsandbytes' 4-bit ones.
 
-Changes a model's layers in place; the weights stay what and where they are. Needs `native.load` before, and
-a processor with bfloat16 dot products; elsewhere nothing is changed.
+Changes a model's layers in place. A bfloat16 weight is packed in the order in which the kernel reads it,
+and the layer keeps nothing else; 4-bit ones stay what and where they are. Needs `native.load` before, and a
+processor with bfloat16 dot products; elsewhere nothing is changed.
 """
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
+
+PANEL: Final = 32  # columns that lie together; as in native/packed.cpp
+
+
+class PackedShape(Struct, frozen=True):
+    """What a packed layer is besides its values: as much as another process needs to build one like it."""
+
+    depth: int
+    columns: int
+    bias: bool
+    wide: bool  # answers in float32
+
+
+class PackedLinear(nn.Module):
+    """x · weightᵀ + bias in bfloat16, the weight in panels of columns.
+
+    Attributes:
+        packed: bfloat16 [⌈columns / 32⌉, ⌈depth / 2⌉, 32, 2].
+    """
+
+    def __init__(self, shape: PackedShape, packed: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("packed", packed)
+        self.register_buffer("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """Tells shape and type to code that asks. Its values are NaN, so that computing with it shows."""
+        nothing = torch.tensor(torch.nan, dtype=torch.bfloat16)
+        return nothing.expand(self.shape.columns, self.shape.depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """bfloat16 [..., depth] → [..., columns], float32 where the shape says `wide`."""
+        shape = self.shape
+        return torch.ops.loadonce.packed_linear(x, self.packed, self.bias, shape.columns, shape.wide)
+
+    @classmethod
+    def of(cls, layer: nn.Linear, *, wide: bool) -> PackedLinear:
+        """The same layer; of a weight that is shared with an embedding this makes a copy."""
+        shape = PackedShape(layer.in_features, layer.out_features, layer.bias is not None, wide)
+        weight = layer.weight.detach()
+        to_fill = (0, -shape.depth % 2, 0, -shape.columns % PANEL)
+        if any(to_fill):
+            weight = nn.functional.pad(weight, to_fill)
+        packed = weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+        return cls(shape, packed, None if layer.bias is None else layer.bias.detach())
+
+    @classmethod
+    def like(cls, shape: PackedShape) -> PackedLinear:
+        """One with tensors of the right kind and no values."""
+        panels, pairs = -(-shape.columns // PANEL), -(-shape.depth // 2)
+        packed = torch.empty(panels, pairs, PANEL, 2, dtype=torch.bfloat16)
+        return cls(shape, packed, torch.empty(shape.columns, dtype=torch.bfloat16) if shape.bias else None)
 
 
 class Nf4Shape(Struct, frozen=True):
@@ -73,7 +127,8 @@ def use_kernels(model: nn.Module) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16:
-            module.forward = MethodType(_head if module is head else _linear, module)
+            # Logits in float32: rounded ones would make near rivals equal.
+            model.set_submodule(name, PackedLinear.of(module, wide=module is head))
             changed += 1
         elif (quantised := _nf4(module)) is not None:
             model.set_submodule(name, quantised)
@@ -81,18 +136,14 @@ def use_kernels(model: nn.Module) -> int:
     return changed
 
 
+def packed_shapes(model: nn.Module) -> dict[str, PackedShape]:
+    """The packed layers of a changed model, by name."""
+    return {name: module.shape for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
 def nf4_shapes(model: nn.Module) -> dict[str, Nf4Shape]:
     """The 4-bit layers of a changed model, by name."""
     return {name: module.shape for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
-
-
-def _linear(self: nn.Linear, x: Tensor) -> Tensor:
-    return torch.ops.loadonce.linear(x, self.weight, self.bias)
-
-
-def _head(self: nn.Linear, x: Tensor) -> Tensor:
-    """Logits in float32: rounded ones would make near rivals equal."""
-    return torch.ops.loadonce.linear_float(x, self.weight, self.bias)
 
 
 def _nf4(module: nn.Module) -> Nf4Linear | None:

@@ -106,13 +106,9 @@ def _build(compiler: str, library: Path) -> None:
 def _register_shapes() -> None:
     """Tell torch's compiler what the kernels return."""
 
-    @torch.library.register_fake("loadonce::linear")
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    @torch.library.register_fake("loadonce::linear_float")
-    def _linear_float(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+    @torch.library.register_fake("loadonce::packed_linear")
+    def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int, wide: bool) -> Tensor:
+        return x.new_empty((*x.shape[:-1], columns), dtype=torch.float32 if wide else x.dtype)
 
     @torch.library.register_fake("loadonce::linear_nf4")
     def _linear_nf4(x: Tensor, *rest: object) -> Tensor:

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <atomic>
-#include <mutex>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -23,8 +22,7 @@ constexpr int kLooks = 1500;
 class Crew {
  public:
   void run(int64_t count, Piece piece, void* work, int threads) {
-    std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (!mine || threads < 2 || count < 2) {
+    if (threads < 2 || count < 2 || busy_.test_and_set(std::memory_order_acquire)) {
       for (int64_t number = 0; number < count; ++number) piece(work, number);
       return;
     }
@@ -41,6 +39,7 @@ class Crew {
     while (take()) {
     }
     while (done_.load(std::memory_order_acquire) < count) LOADONCE_PAUSE();
+    busy_.clear(std::memory_order_release);
   }
 
  private:
@@ -75,7 +74,7 @@ class Crew {
     }
   }
 
-  std::mutex busy_;
+  std::atomic_flag busy_;  // a loop within a loop runs on the thread that meets it
   int helpers_ = 0;
   Piece piece_ = nullptr;
   void* work_ = nullptr;

@@ -13,7 +13,7 @@ namespace loadonce {
 using Piece = void (*)(void* work, int64_t number);
 
 // Call piece(work, n) once for each n below `count`, in any order and on any thread, and return when all
-// have returned. Uses up to torch's number of threads; a call while another is on runs alone.
+// have returned. Uses up to torch's number of threads; a call while another is on, or from within one, runs alone.
 void share_out(int64_t count, Piece piece, void* work);
 
 template <typename Work>

@@ -1,4 +1,4 @@
-// x · weightᵀ + bias in bfloat16 for some columns of the weight: what `linear` and `linear_nf4` share.
+// x · weightᵀ + bias in bfloat16 for some columns of a weight that lies row by row, as `linear_nf4` unpacks it.
 #pragma once
 
 #include <algorithm>
@@ -22,19 +22,12 @@ inline int64_t block_columns(int64_t depth) {
   return std::max<int64_t>(kColumns, kBlockBytes / (2 * depth) / kColumns * kColumns);
 }
 
-// How many pieces to make of a layer: each worth the handing out, and enough of them to even out.
-inline int64_t pieces_of(int64_t rows, int64_t columns, int64_t depth) {
-  const int64_t work = columns * depth * 2 * (1 + rows / 4);  // in bytes of weight read for a few rows
-  return std::clamp<int64_t>(work / (96 * 1024), 1, std::min<int64_t>(64, (columns + kColumns - 1) / kColumns));
-}
-
 struct Linear {
   const bf16_bits* x;
   const bf16_bits* weight;
   const bf16_bits* bias;
   bf16_bits* out;
   int64_t rows, columns, depth;
-  float* wide = nullptr;  // where results go unrounded, instead of to `out`
 
   // Columns [begin, end) of all rows; `end - begin` may be any number.
   void operator()(int64_t begin, int64_t end) const {
@@ -65,10 +58,7 @@ struct Linear {
     tile(count, x + first * depth, depth, w, depth, ahead, [&](int r, __m128 sum) {
       const __m128 total = _mm_add_ps(sum, shift);
       const int64_t at = (first + r) * columns + column;
-      if (wide)
-        _mm_mask_storeu_ps(wide + at, kept, total);
-      else
-        _mm_mask_storeu_epi16(out + at, kept, (__m128i)_mm_cvtneps_pbh(total));
+      _mm_mask_storeu_epi16(out + at, kept, (__m128i)_mm_cvtneps_pbh(total));
     });
   }
 };

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_worker import linears, native
-from gpu_worker.linears import Nf4Linear
+from gpu_worker.linears import Nf4Linear, PackedLinear, PackedShape
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -43,6 +43,7 @@ def test_a_linear_layer_of_any_shape(rows: int, columns: int, depth: int, bias: 
 
     assert linears.use_kernels(model) == 1
 
+    assert isinstance(model[0], PackedLinear)
     with torch.inference_mode():
         assert_close(model(x), exact)
 
@@ -84,16 +85,74 @@ def test_layers_that_the_kernel_can_not_compute_stay() -> None:
     assert linears.use_kernels(model) == 0
 
 
+class WithHead(nn.Module):
+    """A model whose output head is tied to its embedding."""
+
+    def __init__(self, vocab: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, depth)
+        self.head = nn.Linear(depth, vocab)
+        self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 96, 200])
 def test_the_output_heads_logits_are_not_rounded(rows: int) -> None:
     """Two near rivals stay two: rounded, their logits could be equal, and the order would choose."""
-    if not torch.ops.loadonce.has_bf16_dot():
-        pytest.skip("this processor has no bfloat16 dot products")
-    draw = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, 64, generator=draw).bfloat16()
-    weight = torch.randn(37, 64, generator=draw).bfloat16()
-    bias = torch.randn(37, generator=draw).bfloat16()
-    ours = torch.ops.loadonce.linear_float(x, weight, bias)
-    exact = x.double() @ weight.double().T + bias.double()
+    torch.manual_seed(rows)
+    model = WithHead(37, 64).to(torch.bfloat16)
+    x = torch.randn(rows, 64).bfloat16()
+    weight, bias = model.embed.weight.detach().clone(), model.head.bias.detach().clone()
+    linears.use_kernels(model)
+    with torch.inference_mode():
+        ours = model(x)
+        exact = x.double() @ weight.double().T + bias.double()
     assert ours.dtype is torch.float32
     assert float((ours - exact).abs().max()) < 1e-4
+    assert torch.equal(model.embed.weight, weight), "the embedding that the head shares was changed"
+
+
+@pytest.mark.parametrize("depth", [64, 77])
+def test_a_rows_answer_does_not_depend_on_the_rows_beside_it(depth: int) -> None:
+    """To the bit: so a stream goes on alike in a batch of any size, and a prompt in pieces of any length."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(depth, 100)).to(torch.bfloat16)
+    linears.use_kernels(model)
+    x = torch.randn(200, depth).to(torch.bfloat16)
+    with torch.inference_mode():
+        whole = model(x)
+        for first, last in ((0, 1), (3, 8), (9, 23), (20, 57), (57, 200)):
+            assert torch.equal(model(x[first:last]), whole[first:last])
+
+
+def test_the_weight_of_a_packed_layer_tells_its_shape_and_spoils_what_is_computed_with_it() -> None:
+    layer = PackedLinear.of(nn.Linear(8, 5).to(torch.bfloat16), wide=False)
+    assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == (
+        (5, 8),
+        torch.bfloat16,
+        "cpu",
+    )
+    assert nn.functional.linear(torch.ones(1, 8, dtype=torch.bfloat16), layer.weight).isnan().all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_built_from_the_shape_alone_has_the_same_tensors(bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(7, 33, bias=bias).to(torch.bfloat16))
+    linears.use_kernels(model)
+    [(name, shape)] = linears.packed_shapes(model).items()
+    assert (name, shape) == ("0", PackedShape(7, 33, bias, wide=False))
+    built = PackedLinear.like(shape)
+    assert {n: (t.dtype, t.shape) for n, t in built.named_buffers()} == {
+        n: (t.dtype, t.shape) for n, t in model[0].named_buffers()
+    }
+
+
+def test_a_weight_that_does_not_fit_the_input_is_refused() -> None:
+    layer = PackedLinear.of(nn.Linear(8, 5).to(torch.bfloat16), wide=False)
+    with pytest.raises(RuntimeError, match="packed_linear: x is"):
+        layer(torch.ones(2, 6, dtype=torch.bfloat16))
