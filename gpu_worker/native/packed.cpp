@@ -26,6 +26,7 @@ constexpr int64_t kPanel = 32;  // columns
 constexpr int kTileRows = 14;  // 14 × 2 accumulators + 2 of the panel + 1 of the row fill the 32 registers
 constexpr int64_t kPieceBytes = 64 * 1024;  // of weight read for a few rows: worth the handing out
 constexpr int64_t kMostPieces = 64;
+constexpr int64_t kLine = 64;  // bytes of a cache line; a pair of the depth has two of a panel
 
 struct PackedLinear {
   const bf16_bits* x;
@@ -46,37 +47,47 @@ struct PackedLinear {
   // Panels [begin, end) of all rows; `after` is the one that this thread is likely to need then.
   void operator()(int64_t begin, int64_t end, int64_t after) const {
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-    for (int64_t panel = begin; panel < end; ++panel)
+    for (int64_t panel = begin; panel < end; ++panel) {
+      // The weight comes from memory once: each tile fetches its share of the next panel.
+      const char* next = reinterpret_cast<const char*>(at(panel + 1 < end ? panel + 1 : after));
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = rows * t / tiles;
-        // The weight comes from memory once: the first tile fetches the next panel.
-        const int64_t next = t ? panel : panel + 1 < end ? panel + 1 : after;
-        some(static_cast<int>(rows * (t + 1) / tiles - first), first, panel, (next - panel) * kPanel * depth);
+        some(static_cast<int>(rows * (t + 1) / tiles - first), first, panel,
+             {next + panel_bytes() * t / tiles, 2 * kLine / tiles});
       }
+    }
   }
+
+  const bf16_bits* at(int64_t panel) const { return packed + panel * kPanel * depth; }
+
+  // What a tile fetches into the cache meanwhile: `step` bytes for each pair of the depth.
+  struct Fetch {
+    const char* from;
+    int64_t step;
+  };
 
   template <size_t... COUNTS>
-  void choose(int count, int64_t first, int64_t panel, int64_t ahead, std::index_sequence<COUNTS...>) const {
-    using Tile = void (PackedLinear::*)(int64_t, int64_t, int64_t) const;
+  void choose(int count, int64_t first, int64_t panel, Fetch fetch, std::index_sequence<COUNTS...>) const {
+    using Tile = void (PackedLinear::*)(int64_t, int64_t, Fetch) const;
     static constexpr Tile kTiles[] = {&PackedLinear::tile<COUNTS + 1>...};
-    (this->*kTiles[count - 1])(first, panel, ahead);
+    (this->*kTiles[count - 1])(first, panel, fetch);
   }
 
-  void some(int count, int64_t first, int64_t panel, int64_t ahead) const {
-    choose(count, first, panel, ahead, std::make_index_sequence<kTileRows>{});
+  void some(int count, int64_t first, int64_t panel, Fetch fetch) const {
+    choose(count, first, panel, fetch, std::make_index_sequence<kTileRows>{});
   }
 
-  // Rows [first, first + ROWS) of one panel, while what lies `ahead` elements on is fetched.
+  // Rows [first, first + ROWS) of one panel.
   template <size_t ROWS>
-  void tile(int64_t first, int64_t panel, int64_t ahead) const {
+  void tile(int64_t first, int64_t panel, Fetch fetch) const {
     __m512 sum[ROWS][2];
     for (size_t r = 0; r < ROWS; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     const bf16_bits* from = x + first * depth;
-    const bf16_bits* weight = packed + panel * kPanel * depth;
-    for (int64_t k = 0; k < depth; k += 2, weight += 2 * kPanel) {
+    const bf16_bits* weight = at(panel);
+    for (int64_t k = 0; k < depth; k += 2, weight += 2 * kPanel, fetch.from += fetch.step) {
       const __m512bh low = load_bf16(weight), high = load_bf16(weight + kPanel);
-      _mm_prefetch(weight + ahead, _MM_HINT_T0);
-      _mm_prefetch(weight + ahead + kPanel, _MM_HINT_T0);
+      _mm_prefetch(fetch.from, _MM_HINT_T0);
+      _mm_prefetch(fetch.from + fetch.step / 2, _MM_HINT_T0);
       for (size_t r = 0; r < ROWS; ++r) {
         int32_t pair;
         __builtin_memcpy(&pair, from + r * depth + k, sizeof pair);
