@@ -251,7 +251,17 @@ def _build(job: Job) -> nn.Module:
         if name in job.small:
             tensor.data.copy_(torch.tensor(job.small[name]).view_as(tensor))
     plug_in(model)
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_hook(_keep_angles)
     return model.eval()
+
+
+def _keep_angles(_: nn.Module, __: object, angles: object) -> object:
+    """All layers turn by the same angles; the compiler would take their cosines in each layer anew."""
+    if isinstance(angles, tuple) and all(isinstance(part, Tensor) for part in angles):
+        return tuple(torch.ops.loadonce.keep(part) for part in angles)
+    return angles
 
 
 def _export(job: Job, model: nn.Module) -> torch.export.ExportedProgram:

@@ -71,7 +71,8 @@ class Engine:
         self._intake = Intake(loaded, self.context)
         self._texts = logprobs.TokenTexts(loaded.tokenizer)
         pages = Pages(runner.pages_total, runner.page_tokens, prefix_cache=settings.prefix_cache)
-        self._scheduler = Scheduler(pages, slots=settings.slots, step_tokens=settings.step_tokens)
+        budget = settings.tokens_per_step(loaded.device.type)
+        self._scheduler = Scheduler(pages, slots=settings.slots, step_tokens=budget)
         sampler = sampler or Sampler(loaded.device, loaded.vocab)
         self._fault_finder = FaultFinder(runner, sampler, self._scheduler, self._texts, log)
         self._in_hand: dict[str, Sequence] = {}

@@ -149,7 +149,7 @@ def _reserve(loaded: Any, settings: WorkerSettings) -> int:
     text = loaded.config.get_text_config()
     logits = settings.slots * loaded.vocab * 4 * 4  # float32, sorted and masked copies
     widest = max(text.hidden_size * 8, getattr(text, "intermediate_size", None) or 0)
-    activations = settings.step_tokens * widest * 4 * loaded.dtype.itemsize
+    activations = settings.tokens_per_step(loaded.device.type) * widest * 4 * loaded.dtype.itemsize
     graphs = 512 * _MIB if loaded.device.type == "cuda" else 0
     return logits + activations + graphs
 

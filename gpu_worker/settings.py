@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 _MIB = 1024 * 1024
+
+
+#: On two cores a step of 128 tokens reaches nine tenths of the rate of one of 512, in a quarter of the time.
+CPU_STEP_TOKENS: Final = 128
+GPU_STEP_TOKENS: Final = 512
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
@@ -57,8 +62,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     ] = 0
     slots: Annotated[int, Meta(ge=1, le=4096, description="requests in hand at a time")] = 64
     step_tokens: Annotated[
-        int, Meta(ge=16, description="tokens that one step may compute, running rows and prefill together")
-    ] = 512
+        int,
+        Meta(
+            ge=0,
+            description="tokens that one step may compute, running rows and prefill together;"
+            " 0: 128 on a CPU, 512 on a GPU",
+        ),
+    ] = 0
     page_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV page")] = 16
     kv_cache_mib: Annotated[
         int, Meta(ge=0, description="KV cache in MiB; 0: from the device's free memory")
@@ -91,3 +101,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"
     log_prompts: Annotated[bool, Meta(description="write prompts and outputs into the log")] = False
+
+    def tokens_per_step(self, device_type: str) -> int:
+        """What one step may compute: on a CPU no more than keeps its units busy, as others wait meanwhile."""
+        return self.step_tokens or (CPU_STEP_TOKENS if device_type == "cpu" else GPU_STEP_TOKENS)

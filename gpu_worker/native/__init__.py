@@ -115,6 +115,10 @@ def _register_shapes() -> None:
         columns = rest[-3]
         return x.new_empty((*x.shape[:-1], columns))
 
+    @torch.library.register_fake("loadonce::keep")
+    def _keep(value: Tensor) -> Tensor:
+        return torch.empty_like(value)
+
     @torch.library.register_fake("loadonce::attend")
     def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
         return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))

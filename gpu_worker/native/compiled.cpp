@@ -1,5 +1,6 @@
 // loadonce::open, names, give, run: a step that torch's compiler made into a library. Called through torch's
 // dispatcher, which lets go of Python's lock for as long as the step runs; torch's own binding doesn't.
+#include <ATen/ops/clone.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/library.h>
 
@@ -42,13 +43,18 @@ void give(int64_t handle, const std::vector<std::string>& originals, const std::
 
 at::Tensor run(int64_t handle, const std::vector<at::Tensor>& inputs) { return at(handle).run(inputs).at(0); }
 
+// A value that the compiler is to compute once and keep; what it sees through, it computes anew wherever it is used.
+at::Tensor keep(const at::Tensor& value) { return value.clone(); }
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(loadonce, library) {
+  library.def("keep(Tensor value) -> Tensor");
   library.def("open(str path) -> int", &open);
   library.def("names(int handle) -> str[]", &names);
   library.def("give(int handle, str[] originals, Tensor[] weights) -> ()", &give);
   library.def("run(int handle, Tensor[] inputs) -> Tensor", &run);
 }
+TORCH_LIBRARY_IMPL(loadonce, CPU, library) { library.impl("keep", &keep); }
 
 }  // namespace loadonce
