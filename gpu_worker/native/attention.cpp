@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t kKeys = 64;      // keys per round of the online softmax
 constexpr int64_t kTokens = 32;    // query tokens per task
+constexpr int64_t kLanes = 16;     // float32 numbers in a register
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline float to_float(float value) { return value; }
@@ -66,13 +67,34 @@ struct Attention {
 
   int64_t group() const { return heads / kv_heads; }
 
+  // Whether a head's keys lie in a page pair by pair of their elements, [key_dim / 2, page_tokens, 2]: so a register
+  // holds one pair of sixteen keys, and a score is summed in its lane. The same for as long as the cache lives.
+  bool paired() const {
+#ifdef LOADONCE_BF16_DOT
+    return std::is_same_v<Scalar, bf16_bits> && page_tokens % kLanes == 0 && key_dim % 2 == 0 &&
+           keys_at.token == key_dim;
+#else
+    return false;
+#endif
+  }
+
+  const Scalar* keys_of(const Task& task, int64_t position) const {
+    const int64_t page = table[task.row * table_width + position / page_tokens];
+    return key_cache + page * keys_at.page + task.kv_head * keys_at.head +
+           position % page_tokens * (paired() ? 2 : keys_at.token);
+  }
+
   void write(int64_t token) const {
     const int64_t page = slots[token] / page_tokens, offset = slots[token] % page_tokens;
-    Scalar* keys = key_cache + page * keys_at.page + offset * keys_at.token;
+    Scalar* keys = key_cache + page * keys_at.page + offset * (paired() ? 2 : keys_at.token);
     Scalar* values = value_cache + page * values_at.page + offset * values_at.token;
     for (int64_t head = 0; head < kv_heads; ++head) {
-      std::memcpy(keys + head * keys_at.head, key + token * key_token + head * key_head,
-                  key_dim * sizeof(Scalar));
+      const Scalar* from = key + token * key_token + head * key_head;
+      if (paired())
+        for (int64_t d = 0; d < key_dim; d += 2)
+          std::memcpy(keys + head * keys_at.head + d * page_tokens, from + d, 2 * sizeof(Scalar));
+      else
+        std::memcpy(keys + head * keys_at.head, from, key_dim * sizeof(Scalar));
       std::memcpy(values + head * values_at.head, value + token * value_token + head * value_head,
                   value_dim * sizeof(Scalar));
     }
@@ -91,11 +113,12 @@ struct Attention {
   void locate(Scratch& own, const Task& task, int64_t at, int64_t count) const {
     const int32_t* page = table + task.row * table_width + at / page_tokens;
     int64_t offset = at % page_tokens;
+    const int64_t step = paired() ? 2 : keys_at.token;
     for (int64_t k = 0; k < count; ++page, offset = 0) {
       const Scalar* keys = key_cache + *page * keys_at.page + task.kv_head * keys_at.head;
       const Scalar* values = value_cache + *page * values_at.page + task.kv_head * values_at.head;
       for (; offset < page_tokens && k < count; ++offset, ++k) {
-        own.keys[k] = keys + offset * keys_at.token;
+        own.keys[k] = keys + offset * step;
         own.values[k] = values + offset * values_at.token;
         // The values are wanted after the scores: fetch them meanwhile.
         for (int64_t d = 0; d < value_dim; d += 64 / sizeof(Scalar)) __builtin_prefetch(own.values[k] + d);
@@ -111,16 +134,22 @@ struct Attention {
   Span span(const Task& task) const {
     const int64_t length = query_start[task.row + 1] - query_start[task.row];
     const int64_t position = context[task.row] - length + task.first;  // of the task's first token
-    return {window ? std::max<int64_t>(0, position - window + 1) : 0, position + task.tokens};
+    const int64_t from = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    return {paired() ? from / kLanes * kLanes : from, position + task.tokens};
   }
 
   // Ask for the keys of [at, end), one round of them at most, while something else is computed.
   void fetch_keys(const Task& task, int64_t at, int64_t end) const {
     end = std::min(end, at + kKeys);
+    if (paired()) {
+      for (; at < end; at += kLanes) {
+        const Scalar* keys = keys_of(task, at);
+        for (int64_t d = 0; d < key_dim; d += 2) __builtin_prefetch(keys + d * page_tokens);
+      }
+      return;
+    }
     for (; at < end; ++at) {
-      const int64_t page = table[task.row * table_width + at / page_tokens];
-      const Scalar* keys =
-          key_cache + page * keys_at.page + at % page_tokens * keys_at.token + task.kv_head * keys_at.head;
+      const Scalar* keys = keys_of(task, at);
       for (int64_t d = 0; d < key_dim; d += 64 / sizeof(Scalar)) __builtin_prefetch(keys + d);
     }
   }
@@ -169,6 +198,11 @@ struct Attention {
   void score(Scratch& own, int64_t rows, int64_t count) const {
 #ifdef LOADONCE_BF16_DOT
     if constexpr (std::is_same_v<Scalar, bf16_bits>) {
+      if (paired()) {
+        for (int64_t first = 0; first < rows; first += 6)
+          score_rows(own, first, static_cast<int>(std::min<int64_t>(6, rows - first)), count);
+        return;
+      }
       for (int64_t k = 0; k < count; k += kColumns) {
         const bf16_bits* columns[kColumns];
         for (int c = 0; c < kColumns; ++c) columns[c] = own.keys[std::min(k + c, count - 1)];
@@ -191,6 +225,44 @@ struct Attention {
       }
     }
   }
+
+#ifdef LOADONCE_BF16_DOT
+  void score_rows(Scratch& own, int64_t first, int some, int64_t count) const {
+    switch (some) {
+      case 1: return score_tile<1>(own, first, count);
+      case 2: return score_tile<2>(own, first, count);
+      case 3: return score_tile<3>(own, first, count);
+      case 4: return score_tile<4>(own, first, count);
+      case 5: return score_tile<5>(own, first, count);
+      default: return score_tile<6>(own, first, count);
+    }
+  }
+
+  // ROWS query rows with a round of keys. Of the last sixteen, those past `count` get scores that nobody reads.
+  template <int ROWS>
+  void score_tile(Scratch& own, int64_t first, int64_t count) const {
+    constexpr int kGroups = kKeys / kLanes;
+    const bf16_bits* at[kGroups];
+    for (int g = 0; g < kGroups; ++g) at[g] = own.keys[g * kLanes < count ? g * kLanes : 0];
+    __m512 sum[ROWS][kGroups];
+    for (int r = 0; r < ROWS; ++r)
+      for (int g = 0; g < kGroups; ++g) sum[r][g] = _mm512_setzero_ps();
+    const bf16_bits* q = own.query.data() + first * key_dim;
+    for (int64_t d = 0; d < key_dim; d += 2) {
+      __m512bh keys[kGroups];
+      for (int g = 0; g < kGroups; ++g) keys[g] = load_bf16(at[g] + d * page_tokens);
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, q + r * key_dim + d, sizeof pair);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        for (int g = 0; g < kGroups; ++g) sum[r][g] = _mm512_dpbf16_ps(sum[r][g], row, keys[g]);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int g = 0; g < kGroups; ++g)
+        _mm512_storeu_ps(own.scores.data() + (first + r) * kKeys + g * kLanes, sum[r][g]);
+  }
+#endif
 
   // Scores of query row r → weights, with what came before scaled down to the new maximum. `last` is the
   // row's own position, counted from the first of these keys.
