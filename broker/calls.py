@@ -66,7 +66,7 @@ class _Call:
     sent: float
     counted: bool  # its outcome says how many tokens must have come
     tokens: int = 0  # received
-    incomplete: int = 0  # how often it ended with output missing
+    incomplete: int = 0  # how often output was missing at its end, or couldn't be read
     chunks: list[bytes] = field(default_factory=list)  # as they came
     merged: list[bytes] = field(default_factory=list)  # what was before these, `MERGED` chunks in each
 
@@ -158,10 +158,10 @@ class Calls:
     # ── what the broker says ─────────────────────────────────────────────────────────────────────
 
     def on_message(self, frames: Sequence[bytes], now: float) -> None:
-        """A message from the broker.
+        """A message from the broker. What can't be read of one call's output is asked for again.
 
         Raises:
-            ProtocolError: it can't be decoded; nothing was changed.
+            ProtocolError: its header can't be decoded; nothing was changed.
         """
         _, header, body = p.split(frames)
         message = p.decode_header(p.to_client, header)
@@ -183,7 +183,11 @@ class Calls:
         call = self._calls.get(id)
         if call is None:
             return
-        chunk = _decode(p.chunk_body, frame)
+        try:
+            chunk = _decode(p.chunk_body, frame)
+        except ProtocolError as problem:
+            self._on_incomplete(call, now, str(problem))
+            return
         if chunk.start > call.tokens:
             self._fill_gap(call, now)
         elif chunk.start == call.tokens:
@@ -200,16 +204,23 @@ class Calls:
         call = self._calls.get(message.id)
         if call is None:
             return
-        if not body:
-            raise ProtocolError("done without an outcome")
-        outcome = _decode(p.outcome_body, body[0])
+        try:
+            if not body:
+                raise ProtocolError("done without an outcome")
+            outcome = _decode(p.outcome_body, body[0])
+        except ProtocolError as problem:
+            self._on_incomplete(call, now, str(problem))
+            return
         if not call.submit.stream:
+            before = call.incomplete
             for frame in body[1:]:
                 self._on_chunk(message.id, frame, now)
+                if call.incomplete != before:
+                    return  # a chunk couldn't be read, and the call has been dealt with
         if self._calls.get(message.id) is not call:
             return  # its listener has given it up
         if call.counted and call.tokens != outcome.usage.completion_tokens:
-            self._on_incomplete(call, now)
+            self._on_incomplete(call, now, "tokens were missing")
             return
         del self._calls[message.id]
         call.listener.on_done(message, outcome)
@@ -235,14 +246,14 @@ class Calls:
         if now - call.sent >= RESEND_S:
             self._submit_again(call, now)
 
-    def _on_incomplete(self, call: _Call, now: float) -> None:
-        """It ended, and some of it was lost on the way; more than a few times can't be chance."""
+    def _on_incomplete(self, call: _Call, now: float, why: str) -> None:
+        """Some of it was lost on the way or can't be read; more than a few times can't be chance."""
         call.incomplete += 1
         if call.incomplete <= INCOMPLETE_AT_MOST:
             self._submit_again(call, now)
             return
-        del self._calls[call.submit.id]
-        call.listener.on_failed(InternalError("The answer came with tokens missing, again and again."))
+        self.cancel(call.submit.id)
+        call.listener.on_failed(InternalError(f"The answer came damaged again and again; at last: {why}."))
 
     def _submit_again(self, call: _Call, now: float) -> None:
         self.resubmitted += 1

@@ -391,9 +391,9 @@ class Chunk(Struct, omit_defaults=True):
 class Usage(Struct, omit_defaults=True):
     """Tokens counted by the worker that finished the request."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0  # of the prompt, from the prefix cache
 
 
 class Outcome(Struct, omit_defaults=True):

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from broker import protocol as p
 from broker.addresses import address
-from broker.errors import InternalError, LoadOnceError
+from broker.errors import InternalError, InvalidRequest, LoadOnceError
 from broker.lifeline import end_with_supervisor
 
 WORDS = 1_000
@@ -177,15 +178,18 @@ class ScriptedWorker:
             return
         try:
             request = p.decode_request(body[0])
+            had = sum(len(p.chunk_body.decode(frame).token_ids) for frame in body[1:])
         except LoadOnceError as problem:
             self.say(p.Failed.of(problem, work.id))
+            return
+        except msgspec.MsgspecError as problem:
+            self.say(p.Failed.of(InvalidRequest(f"chunks: {problem}", param="chunks"), work.id))
             return
         prompt = request.prompt or " ".join(turn.text for turn in request.messages or [])
         limit = request.params.max_tokens if request.params.max_tokens is not None else 16
         words = scripted(prompt, request.params.seed or 0, limit)
         if request.task != "generate":
             words = prompt.split() or [str(id) for id in request.token_ids or []]
-        had = sum(len(p.chunk_body.decode(frame).token_ids) for frame in body[1:])
         prompt_tokens = len(request.token_ids or prompt.split())
         self.prompt_tokens += prompt_tokens
         orders = dict(ORDER.findall(prompt))

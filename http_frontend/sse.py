@@ -45,7 +45,7 @@ class EventStream(web.StreamResponse):
 
     Args:
         request: what it answers.
-        buffer_bytes: unsent output at which the reader is too slow.
+        buffer_bytes: unsent output at which the reader is too slow; a larger single event comes on top.
         heartbeat_s: silence after which a comment is sent.
         extra: more header lines.
     """
@@ -59,6 +59,7 @@ class EventStream(web.StreamResponse):
         self._status = 200
         self._transport = transport
         self._buffer_bytes = buffer_bytes
+        self._allowed = buffer_bytes
         self._heartbeat_s = heartbeat_s
         self._chunks = request.version == HttpVersion11
         self._keep_alive = self._chunks and bool(request.keep_alive)
@@ -80,10 +81,12 @@ class EventStream(web.StreamResponse):
             return
         self._wrote_at = self._loop.time()
         self._transport.write(b"%x\r\n%s\r\n" % (len(events), events) if self._chunks else events)
-        if self._transport.get_write_buffer_size() > self._buffer_bytes:
+        if len(events) > self._buffer_bytes:
+            self._allowed += len(events)  # such as an echoed prompt: nobody can have read it yet
+        if self._transport.get_write_buffer_size() > self._allowed:
             self._close()
             self._transport.abort()
-            raise SlowReader(f"more than {self._buffer_bytes} bytes unread")
+            raise SlowReader(f"more than {self._allowed} bytes unread")
 
     def end(self) -> None:
         """The stream ends well, or with an error that was sent: `[DONE]` and the end of the body."""

@@ -51,6 +51,22 @@ def test_c62_work_for_a_worker_that_has_vanished_goes_to_another(pool: Pool) -> 
     assert [w.name for w in status.workers] == ["stays"]
 
 
+@pytest.mark.parametrize(
+    "chunk", [b"\xc1", p.encode({"token_ids": "none"}), b""], ids=["bytes", "shape", "empty"]
+)
+def test_a_chunk_that_is_none_is_the_fault_of_its_request_alone(pool: Pool, chunk: bytes) -> None:
+    pool.broker()
+    worker = pool.scripted("gpu0")
+    with RawClient(f"ipc://{pool.directory}/clients") as client:
+        request = p.Request(prompt="hi", params=p.Params(max_tokens=4, seed=1))
+        client.say(p.Submit(id="a"), p.encode(request), chunk)
+        answer = client.answer()
+        assert isinstance(answer, p.Failed) and answer.code == "invalid_request", answer
+        client.submit("b")
+        assert isinstance(client.answer(), p.Done)
+    assert worker.poll() is None
+
+
 def test_c63_a_living_namesake_is_refused_and_the_log_says_so(pool: Pool) -> None:
     pool.broker()
     first = pool.scripted("gpu0")

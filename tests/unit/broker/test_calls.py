@@ -18,7 +18,14 @@ from broker.calls import (
     prefix_hashes,
     text_bytes,
 )
-from broker.errors import Cancelled, DeadlineExceeded, InvalidRequest, LoadOnceError, Overloaded
+from broker.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LoadOnceError,
+    Overloaded,
+)
 
 WORDS = [f"w{i} " for i in range(12)]
 
@@ -114,6 +121,46 @@ def test_an_answer_that_ends_short_is_asked_for_again_and_not_for_ever() -> None
         assert stage.heard.ends == []
     stage.hear_done(3)
     assert len(stage.heard.ends) == 1 and isinstance(stage.heard.ends[0], LoadOnceError)
+
+
+OUTCOME = p.encode(p.Outcome("stop", p.Usage(1, 1)))
+DAMAGED = {
+    "a chunk": (True, p.Chunks(ids=["a"]), [b"\xc1"]),
+    "a chunk of the wrong shape": (True, p.Chunks(ids=["a"]), [p.encode({"start": "zero"})]),
+    "an outcome": (True, p.Done(id="a"), [b"\xc1"]),
+    "an outcome with less than no tokens": (
+        True,
+        p.Done(id="a"),
+        [p.encode({"finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": -1}})],
+    ),
+    "no outcome": (True, p.Done(id="a"), []),
+    "a chunk beside an outcome": (False, p.Done(id="a"), [OUTCOME, b"\xc1"]),
+}
+
+
+@pytest.mark.parametrize(("stream", "message", "frames"), DAMAGED.values(), ids=DAMAGED)
+def test_output_that_can_not_be_read_is_asked_for_again_and_not_for_ever(
+    stream: bool, message: p.BrokerToClient, frames: list[bytes]
+) -> None:
+    stage = Stage(stream=stream)
+    stage.said()
+    for _ in range(INCOMPLETE_AT_MOST):
+        stage.calls.on_message([p.encode(message), *frames], stage.now)
+        assert isinstance(stage.said()[0][0], p.Submit)
+        assert stage.heard == Heard()
+    stage.calls.on_message([p.encode(message), *frames], stage.now)
+    (problem,) = stage.heard.ends
+    assert isinstance(problem, InternalError) and "damaged" in str(problem)
+    assert [said for said, _ in stage.said()] == [p.Cancel(id="a")]
+
+
+def test_a_chunk_that_can_not_be_read_costs_the_others_of_its_message_nothing() -> None:
+    stage, other = Stage(), Heard()
+    request = p.Request(prompt="go", params=p.Params(seed=1))
+    stage.calls.submit(p.Submit(id="b", stream=True), request, other, stage.now, 60.0)
+    good = p.encode(p.Chunk(0, [0], "w0 "))
+    stage.calls.on_message([p.encode(p.Chunks(ids=["a", "b"])), b"\xc1", good], stage.now)
+    assert (stage.heard.text, other.text) == ("", "w0 ")
 
 
 def test_what_a_restarted_broker_does_not_know_is_submitted_again() -> None:

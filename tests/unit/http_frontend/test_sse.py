@@ -68,12 +68,29 @@ async def test_before_http_1_1_the_connections_end_is_the_bodys() -> None:
     assert not stream.keep_alive
 
 
+async def test_an_event_larger_than_the_bound_is_not_held_against_its_reader() -> None:
+    """Such as an echoed prompt: nobody can have read what was only just written."""
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    stream.send(event(b"x" * 5000))
+    stream.send(event(b"y" * 5000))  # of the second choice
+    stream.send(event(b"{}"))
+    assert not stream.closed and not transport.aborted
+    with pytest.raises(SlowReader):
+        for _ in range(100):
+            stream.send(event(b"z" * 100))
+    assert transport.aborted
+    assert len(transport.sent) < 5000 + 5000 + 1000 + 1000
+
+
 async def test_a_reader_past_the_bound_is_cut_off() -> None:
     transport = FakeTransport()
     stream = open_stream(transport)
     transport.stuck = True
     with pytest.raises(SlowReader):
-        stream.send(b"x" * 2000)
+        for _ in range(3):
+            stream.send(b"x" * 500)
     assert transport.aborted
     assert stream.closed
 
