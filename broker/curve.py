@@ -17,9 +17,15 @@ import zmq.auth
 
 _LOCAL: Final = re.compile(r"^(ipc://|inproc://|tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\])(:|$))")
 
+_ADDRESS: Final = re.compile(r"^(ipc://.+|tcp://[^*].*:(?P<port>\d+))$")
+
 
 class KeysMissing(ValueError):
     """An address that others can reach was given without keys, or a key file isn't there."""
+
+
+class BadAddress(ValueError):
+    """What was given as an address is none."""
 
 
 def is_local(address: str) -> bool:
@@ -50,6 +56,31 @@ def connect(socket: zmq.Socket[Any], address: str, directory: str) -> None:
         return
     socket.curve_publickey, socket.curve_secretkey = _load(Path(directory) / "own.key_secret")
     socket.curve_serverkey, _ = _load(Path(directory) / "broker.key", secret=False)
+
+
+def check(address: str, directory: str, setting: str) -> None:
+    """Find out at the start, not at the first message, whether the broker may be talked to there.
+
+    Args:
+        address: where it is to be.
+        directory: of the keys.
+        setting: what the address is called where it was set.
+
+    Raises:
+        BadAddress: nothing can ever be there, such as at one without a port.
+        KeysMissing: the address isn't local and there are no keys.
+    """
+    advice = f"such as ipc:///run/loadonce/{setting} or tcp://127.0.0.1:5555"
+    found = _ADDRESS.match(address)
+    if not found or int(found["port"] or 1) not in range(1, 65536):
+        raise BadAddress(f"{setting}: {address!r} is no address to connect to, {advice}")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as probe:
+        probe.linger = 0
+        connect(probe, address, directory)
+        try:
+            probe.connect(address)
+        except zmq.ZMQError as problem:
+            raise BadAddress(f"{setting}: {address!r}: {problem.strerror}; an address is {advice}") from None
 
 
 def _wants_keys(address: str, directory: str) -> bool:

@@ -8,7 +8,8 @@ import sys
 from types import FrameType
 from typing import Final, NoReturn
 
-from broker.addresses import make_run_dir
+from broker import curve
+from broker.addresses import address, make_run_dir
 from broker.lifeline import end_with_supervisor
 from broker.logs import Log
 from broker.options import load
@@ -47,6 +48,8 @@ def run(argv: list[str]) -> int:
         signal.signal(number, _leave_while_loading)
     end_with_supervisor()
     try:
+        where = address("workers", settings.workers, settings.run_dir)
+        curve.check(where, settings.curve_keys, "workers")
         if settings.model:
             check_model(settings.model)
         wish = devices.parse(settings.device)
@@ -58,14 +61,14 @@ def run(argv: list[str]) -> int:
         return _say(problem, EXIT_NO_MODEL)
     except (devices.DeviceError, OSError) as problem:
         return _say(problem, EXIT_NO_DEVICE)
+    except (curve.BadAddress, curve.KeysMissing) as problem:
+        return _say(problem, EXIT_USAGE)
     name = settings.name or claim.short_name
     return _serve(settings, claim, name, Log(f"worker/{name}", level=settings.log_level))
 
 
 def _serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -> int:
     # Only now, with the environment set: this brings torch.
-    from broker.curve import KeysMissing
-
     from .serve import WarmUpFailed, serve
     from .session import End
 
@@ -73,7 +76,7 @@ def _serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) 
         end, stuck = serve(settings, claim, name, log)
     except (LoadError, WarmUpFailed, MemoryError) as problem:
         return _say(problem, EXIT_NO_MODEL)
-    except (KeysMissing, ValueError) as problem:
+    except ValueError as problem:
         return _say(problem, EXIT_USAGE)
     codes = {
         End.DRAINED: EXIT_DRAINED,

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         keys = _keys(settings)
         tls = _tls(settings)
         broker_at = addresses.address("clients", settings.clients, settings.run_dir)
-        _check_address(broker_at, settings.curve_keys)
+        curve.check(broker_at, settings.curve_keys, "clients")
         _check_port(settings, addresses.make_run_dir(settings.run_dir))
         sock = bind(settings.host, settings.port, reuse_port=settings.reuse_port)
     except _Unsafe as problem:
@@ -90,16 +90,6 @@ def _keys(settings: FrontendSettings) -> Keys | None:
     if not is_loopback(settings.host):
         raise _Unsafe(f"{settings.host} can be reached by others: it needs --api-keys")
     return None
-
-
-def _check_address(broker_at: str, curve_keys: str) -> None:
-    """Find out now, not at the first request, whether the broker may be talked to.
-
-    Raises:
-        curve.KeysMissing: its address needs keys, or they aren't there.
-    """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as probe:
-        curve.connect(probe, broker_at, curve_keys)
 
 
 def _check_port(settings: FrontendSettings, directory: Path) -> None:

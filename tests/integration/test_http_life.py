@@ -59,6 +59,7 @@ def test_a_taken_port_is_one_clear_line(tmp_path: Path) -> None:
         (("--api-keys", "missing.json"), EXIT_FILE, "missing.json"),
         (("--tls-cert", "missing.pem"), EXIT_FILE, "missing.pem"),
         (("--clients", "tcp://192.0.2.1:5555"), EXIT_USAGE, "--curve-keys"),
+        (("--clients", "tcp://127.0.0.1"), EXIT_USAGE, "clients"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +43,17 @@ def test_a_request_that_hangs_two_workers_fails_and_what_was_beside_it_goes_on(
         start_worker(pool, "w2", tiny, *tiny_flags())
         for stream in streams:
             assert "".join(chunk.text for chunk in stream) == undisturbed
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "gopher://x", "tcp://192.0.2.1:5555"])
+def test_an_address_that_can_not_be_is_found_before_the_model_is_loaded(tmp_path: Path, address: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_worker", "--device", "cpu", "--model", "/nowhere", "--workers", address],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, env={**os.environ, "LOADONCE_RUN_DIR": str(tmp_path)},
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert address in line
 
 
 def test_a_worker_that_is_told_to_go_while_its_step_hangs_goes(pool: Pool, tiny: Path) -> None:

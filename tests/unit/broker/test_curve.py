@@ -60,3 +60,23 @@ def test_ipc_never_uses_keys_on_either_side(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         curve.serve(socket, "ipc:///x", str(tmp_path))
         curve.connect(socket, "ipc:///x", str(tmp_path))
+
+
+BAD = ["", "foo", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:0", "tcp://127.0.0.1:70000",
+       "tcp://127.0.0.1:http", "tcp://*:5555", "http://127.0.0.1:80", "ipc://" + "x" * 200]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", BAD)
+def test_what_can_not_be_connected_to_is_found_out_at_once_and_its_setting_named(address: str) -> None:
+    with pytest.raises(curve.BadAddress, match="^workers: "):
+        curve.check(address, "", "workers")
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/nobody-listens", "tcp://127.0.0.1:1", "tcp://[::1]:65535"])
+def test_a_good_address_passes_whether_or_not_somebody_is_there(address: str) -> None:
+    curve.check(address, "", "clients")
+
+
+def test_an_address_for_other_hosts_needs_its_keys_at_once() -> None:
+    with pytest.raises(curve.KeysMissing, match="curve-keys"):
+        curve.check("tcp://192.0.2.1:5555", "", "workers")
