@@ -17,7 +17,7 @@ from broker.logs import Log
 from broker.protocol import MAX_FRAME_BYTES, Chunk, encode
 
 from . import logprobs
-from .exchange import Command, Counters, Emit, EngineDied, HandBack, Quit, Run, StepOutput, Stop
+from .exchange import Command, Counters, Emit, EngineDied, Quit, Run, StepOutput, Stop
 from .faults import FaultFinder, brief, fault, unforeseen
 from .intake import Answer, Intake, outcome
 from .pages import Pages
@@ -41,7 +41,7 @@ class Engine:
 
     Args:
         loaded: the model.
-        settings: `slots`, `step_tokens`, `prefix_cache`.
+        settings: `slots`, `step_tokens`, `prefix_cache`, `log_prompts`.
         runner: computes rows.
         emit: gets each step's output, in the engine's thread, and must not block.
         log: gets what an operator should know.
@@ -68,6 +68,7 @@ class Engine:
         self.context = min(loaded.context, runner.pages_total * runner.page_tokens)
         self._emit = emit
         self._log = log
+        self._log_prompts = settings.log_prompts
         self._intake = Intake(loaded, self.context)
         self._texts = logprobs.TokenTexts(loaded.tokenizer)
         pages = Pages(runner.pages_total, runner.page_tokens, prefix_cache=settings.prefix_cache)
@@ -124,9 +125,9 @@ class Engine:
                     self._start(command)
                 case Stop(ids):
                     for id in ids:
+                        if id in self._in_hand:
+                            self._note(self._in_hand[id], "cancelled")
                         self._forget(id)
-                case HandBack():
-                    self._hand_back(self._in_hand)
                 case Quit():
                     return False
             command = self._next() if time.monotonic() < until else None
@@ -185,10 +186,21 @@ class Engine:
         if sequence is not None:
             self._scheduler.remove(sequence)
 
-    def _hand_back(self, ids: Items[str] | dict[str, Sequence]) -> None:
-        for id in list(ids):
-            self._forget(id)
-            self._output.handed_back.append(id)
+    def _note(self, sequence: Sequence, ended: str) -> None:
+        """One line for each request that was in hand: what it was, how it ended, how long it was here."""
+        fields: dict[str, object] = {
+            "request_id": sequence.request_id,
+            "ended": ended,
+            "prompt_tokens": sequence.prompt_tokens,
+            "cached_tokens": sequence.cached_tokens or 0,
+            "output_tokens": sequence.output_tokens,
+            "seconds": round(time.monotonic() - sequence.arrived, 3),
+        }
+        if sequence.traceparent:
+            fields["traceparent"] = sequence.traceparent
+        if self._log_prompts:
+            fields["prompt"], fields["output"] = self._intake.shown(sequence)
+        self._log.info("request", **fields)
 
     # ── postprocess ──────────────────────────────────────────────────────────────────────────────
 
@@ -220,10 +232,12 @@ class Engine:
         self._say(sequence.id, chunk)
         if ending is not None:
             self._output.finished.append((sequence.id, encode(outcome(sequence, ending))))
+            self._note(sequence, ending.reason)
             self._forget(sequence.id)
 
     def _fail(self, sequence: Sequence, problem: LoadOnceError, *, tainted: bool = False) -> None:
         self._output.failed.append((sequence.id, problem))
+        self._note(sequence, problem.code)
         del self._in_hand[sequence.id]
         self._scheduler.remove(sequence, tainted=tainted)
 

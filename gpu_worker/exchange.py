@@ -32,16 +32,11 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class HandBack:
-    """Give back everything in hand: answered by a `StepOutput` that names it in `handed_back`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Quit:
     """Leave `Engine.run`."""
 
 
-Command = Run | Stop | HandBack | Quit
+Command = Run | Stop | Quit
 
 # ── engine → link ────────────────────────────────────────────────────────────────────────────────
 

@@ -39,8 +39,6 @@ _CHARACTERS_PER_TOKEN: Final = 16
 _REPORT_BYTES: Final = 36
 #: Prompt tokens that the first output tokens are decoded after, for the space between them.
 _TEXT_CONTEXT: Final = 5
-#: Prompt tokens in whose company a completion's first token is decoded.
-_CONTEXT_TOKENS: Final = 6
 #: What counts where neither the request nor the model says anything.
 _NEUTRAL: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -63,6 +61,10 @@ def outcome(sequence: Sequence, ending: Ending) -> Outcome:
     """How a sequence ended, for the wire."""
     usage = Usage(sequence.prompt_tokens, sequence.output_tokens, sequence.cached_tokens or 0)
     return Outcome(ending.reason, usage, ending.stop, sequence.seed)
+
+
+#: Of a prompt or an output, in the log.
+_SHOWN_TOKENS: Final = 1024
 
 
 class Intake:
@@ -117,6 +119,12 @@ class Intake:
             chunk.prompt_token_ids = prompt_ids
             chunk.prompt_text = self._decode(prompt_ids, sequence.params.skip_special_tokens)
         chunk.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+
+    def shown(self, sequence: Sequence) -> tuple[str, str]:
+        """Prompt and output for the log, where it may hold them; only the beginning of long ones."""
+        halves = sequence.token_ids[: sequence.prompt_tokens], sequence.output_ids
+        prompt, output = (self._decode(half[:_SHOWN_TOKENS], skip_special_tokens=False) for half in halves)
+        return prompt, output
 
     # ── tasks without a model ────────────────────────────────────────────────────────────────────
 
@@ -197,6 +205,7 @@ class Intake:
             seed=_seed_of(command.request_id) if request.params.seed is None else request.params.seed,
             text=text,
             grammar=self._grammars.compile(grammar) if grammar is not None else None,
+            traceparent=request.traceparent,
         )
 
     def _max_tokens(self, params: Params, prompt_tokens: int, source: str) -> int:

@@ -6,6 +6,7 @@ runner and the sampler.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -91,6 +92,8 @@ class Sequence:
         unsent: text that may leave and is in no chunk yet.
         prompt_logprobs: collected while the prompt is computed, None first; None when not wanted or sent.
         opened: the first chunk, which carries echo and prompt log-probabilities, is out.
+        traceparent: W3C trace context, for the log.
+        arrived: when this worker got it, monotonic seconds.
     """
 
     id: str
@@ -110,6 +113,8 @@ class Sequence:
     unsent: str = ""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     opened: bool = False
+    traceparent: str = ""
+    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def position(self) -> int:

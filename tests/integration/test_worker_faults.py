@@ -49,7 +49,8 @@ def test_a_request_that_hangs_two_workers_fails_and_what_was_beside_it_goes_on(
 def test_an_address_that_can_not_be_is_found_before_the_model_is_loaded(tmp_path: Path, address: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gpu_worker", "--device", "cpu", "--model", "/nowhere", "--workers", address],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, env={**os.environ, "LOADONCE_RUN_DIR": str(tmp_path)},
+        cwd=ROOT, capture_output=True, text=True, timeout=30,
+        env={**os.environ, "LOADONCE_RUN_DIR": str(tmp_path)},
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from broker import protocol
 from broker.errors import InternalError, InvalidRequest, OutOfMemory
 from broker.protocol import Chunk, Params, Request
-from gpu_worker.exchange import HandBack, Quit
+from gpu_worker.exchange import Quit
 from gpu_worker.grammar import GrammarState
 from gpu_worker.sampler import Sampled
 from gpu_worker.scheduler import Row
@@ -217,15 +218,45 @@ def test_a_request_is_stopped_before_it_ever_ran() -> None:
     assert not bench.stopped["a"].chunks and bench.engine.counters.running == 0
 
 
-def test_hand_back_gives_up_everything_in_hand() -> None:
-    bench = Bench(slots=1)
-    for name in "abc":
-        bench.submit(id=name, max_tokens=100)
+# ── the log ──────────────────────────────────────────────────────────────────────────────────────
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def request_lines(bench: Bench) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in bench.log.getvalue().splitlines()]
+    return [line for line in lines if line["event"] == "request"]
+
+
+def test_a_request_leaves_one_line_by_which_an_operator_finds_it() -> None:
+    bench = Bench()
+    request = Request(
+        prompt="secret", traceparent=TRACE, params=Params(temperature=0, max_tokens=3, ignore_eos=True)
+    )
+    bench.submit(request=request)
+    bench.finish()
+    (line,) = request_lines(bench)
+    assert (line["request_id"], line["traceparent"], line["ended"]) == ("request-a", TRACE, "length")
+    assert line["output_tokens"] == 3
+    assert isinstance(line["prompt_tokens"], int) and isinstance(line["seconds"], float)
+    assert "secret" not in bench.log.getvalue()
+
+
+def test_a_cancelled_request_leaves_its_line_too() -> None:
+    bench = Bench()
+    bench.submit(max_tokens=100, ignore_eos=True)
     bench.step()
-    bench.engine.inbox.put(HandBack())
+    bench.stop("a")
     bench.step()
-    assert all(heard.handed_back for heard in bench.heard.values())
-    assert bench.engine.counters.running == bench.engine.counters.kv_pages_used == 0
+    assert [line["ended"] for line in request_lines(bench)] == ["cancelled"]
+
+
+def test_prompts_are_in_the_log_only_where_they_may_be() -> None:
+    bench = Bench(log_prompts=True)
+    bench.submit("hello", max_tokens=3, ignore_eos=True)
+    bench.finish()
+    (line,) = request_lines(bench)
+    assert "hello" in str(line["prompt"]) and line["output"]
 
 
 # ── the prefix cache, preemption, continuation: never another text ───────────────────────────────
