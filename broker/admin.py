@@ -8,6 +8,7 @@ python -m broker.admin drain gpu0 [--exit] | resume gpu0 | cancel ID | gone PID
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -15,6 +16,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from broker import curve
 from broker import protocol as p
 from broker.addresses import address
 from broker.errors import LoadOnceError, Unavailable
@@ -30,21 +32,26 @@ def ask(message: p.AdminMessage, where: str = "", timeout_s: float = TIMEOUT_S) 
 
     Args:
         message: what to ask.
-        where: the admin address; empty for the one in the run directory.
+        where: the admin address; empty for the one in the run directory. Over TCP it wants the keys of
+            ``LOADONCE_CURVE_KEYS``.
         timeout_s: how long the broker may take.
 
     Raises:
-        Unavailable: no broker answered in time.
+        Unavailable: no broker answered in time, or none can be at that address.
         LoadOnceError: the broker refused, and says why.
     """
-    where = where or address("admin")
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.linger = 0
-        socket.connect(where)
-        socket.send(p.encode(message))
-        if not socket.poll(int(1000 * timeout_s)):
-            raise Unavailable(f"no broker answers at {where}")
-        header, *body = socket.recv_multipart()
+    try:
+        where = where or address("admin")
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.linger = 0
+            curve.connect(socket, where, os.environ.get("LOADONCE_CURVE_KEYS", ""))
+            socket.connect(where)
+            socket.send(p.encode(message))
+            if not socket.poll(int(1000 * timeout_s)):
+                raise Unavailable(f"no broker answers at {where}")
+            header, *body = socket.recv_multipart()
+    except (zmq.ZMQError, ValueError) as problem:
+        raise Unavailable(f"no broker can be asked at {where or 'the admin address'}: {problem}") from None
     answer = p.decode_header(p.to_admin, header)
     if isinstance(answer, p.Failed):
         raise answer.exception()

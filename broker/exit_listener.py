@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import BinaryIO, Final
 
@@ -22,6 +24,10 @@ from broker.logs import Log
 from broker.status import Status
 
 TIMEOUT_S: Final = 2.0
+#: So many crashes within so many seconds are a loop. supervisord itself gives a program up only if it crashes
+#: within its `startsecs`; one that loads its model first and dies then is started again for ever.
+LOOP_CRASHES: Final = 4
+LOOP_S: Final = 1800.0
 ENDED: Final = frozenset(
     {"PROCESS_STATE_EXITED", "PROCESS_STATE_BACKOFF", "PROCESS_STATE_STOPPED", "PROCESS_STATE_FATAL"}
 )
@@ -43,6 +49,20 @@ def process_lives(pid: int) -> bool:
     return True
 
 
+class Crashes:
+    """Counts each process's unexpected ends."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LOOP_CRASHES))
+
+    def count(self, process: str, now: float) -> float | None:
+        """Note one; returns the seconds within which the last `LOOP_CRASHES` fell, if that is a loop."""
+        times = self._times[process]
+        times.append(now)
+        span = now - times[0]
+        return span if len(times) == LOOP_CRASHES and span <= LOOP_S else None
+
+
 def report(log: Log) -> None:
     """Tell the broker which workers are gone; says in the log what came of it."""
     try:
@@ -61,6 +81,7 @@ def fields(line: bytes) -> dict[str, str]:
 
 def listen(incoming: BinaryIO, outgoing: BinaryIO, log: Log) -> None:
     """Handle events until supervisord closes the pipe."""
+    crashes = Crashes()
     while True:
         outgoing.write(b"READY\n")
         outgoing.flush()
@@ -73,6 +94,8 @@ def listen(incoming: BinaryIO, outgoing: BinaryIO, log: Log) -> None:
             event = fields(payload.splitlines()[0])
             name = f"{event.get('groupname')}:{event.get('processname')}"
             log.info("process_ended", process=name, state=header["eventname"][14:], was=event["from_state"])
+            if event.get("expected") == "0" and (span := crashes.count(name, time.monotonic())) is not None:
+                log.error("crash_loop", process=name, crashes=LOOP_CRASHES, seconds=round(span))
             report(log)
         outgoing.write(b"RESULT 2\nOK")
         outgoing.flush()

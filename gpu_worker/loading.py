@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -96,7 +97,8 @@ def load(settings: WorkerSettings, device: torch.device, log: Log) -> LoadedMode
     given = settings.model or demo_model()
     began = time.monotonic()
     dtype = choose_dtype(settings.dtype, device)
-    facts: dict[str, object] = {"stage": "finding the files"}
+    first = "converting the GGUF file" if given.endswith(".gguf") else "finding the files"
+    facts: dict[str, object] = {"stage": first}
     with _progress(log, began, device, facts):
         source = locate(given, settings, log)
         facts |= {"stage": "reading weights", **weights_on_disk(source)}
@@ -232,7 +234,8 @@ def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     log.info("converting", file=gguf.name, mib=found.st_size // _MIB)
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="converting-"))
+    _sweep(folder.parent)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_scratch()}{os.getpid()}-"))
     try:
         _convert(gguf, made, log)
         made.rename(folder)
@@ -243,6 +246,19 @@ def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
         shutil.rmtree(made, ignore_errors=True)
     log.info("converted", file=gguf.name, seconds=round(time.monotonic() - began, 1))
     return folder
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what conversions left here whose process was stopped or killed."""
+    for left in directory.glob(f"{_scratch()}*"):
+        pid = left.name.removeprefix(_scratch()).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _scratch() -> str:
+    """How the folders of this host's conversions begin; the process's id follows."""
+    return f"converting-{socket.gethostname()}-"
 
 
 def _convert(gguf: Path, target: Path, log: Log) -> None:

@@ -74,9 +74,13 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
 def _prepare(settings: WorkerSettings, device: torch.device, log: Log) -> None:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     if device.type == "cuda" and not settings.share_device:
-        devices.wait_for_memory(
-            lambda: torch.cuda.mem_get_info(device), settings.memory_fraction, settings.memory_wait_s, log
-        )
+        devices.wait_for_memory(_fullest_card, settings.memory_fraction, settings.memory_wait_s, log)
+
+
+def _fullest_card() -> tuple[int, int]:
+    """Free and total bytes of the one of our cards that has the least room; others aren't visible to us."""
+    cards = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
+    return min(cards, key=lambda card: card[0] / card[1])
 
 
 def _engine(loaded: LoadedModel, settings: WorkerSettings, outbox: Outbox, log: Log) -> tuple[Engine, int]:

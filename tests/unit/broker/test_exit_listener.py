@@ -80,6 +80,33 @@ def test_a_broker_that_is_away_is_logged_and_no_more(monkeypatch: pytest.MonkeyP
     assert "broker_not_told" in logged and "no broker answers" in logged
 
 
+@pytest.mark.parametrize(
+    "where", ["tcp://127.0.0.1", "gopher://x", "ipc://" + "x" * 200, "tcp://192.0.2.1:5"]
+)
+def test_an_address_that_is_none_is_logged_and_no_more(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setenv("LOADONCE_ADMIN", where)
+    answered, logged = listen(event("PROCESS_STATE_EXITED", EXITED), event("TICK_5", "when:1"))
+    assert answered.count(b"RESULT 2\nOK") == 2, "the listener goes on"
+    assert "broker_not_told" in logged
+
+
+def test_a_program_that_crashes_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_listener, "report", lambda log: None)
+    other = EXITED.replace("worker0", "worker1")
+    wanted = EXITED.replace("expected:0", "expected:1")
+    quiet = [event("PROCESS_STATE_EXITED", p) for p in (EXITED, other, wanted, EXITED, EXITED, other)]
+    assert "crash_loop" not in listen(*quiet)[1]
+    loud = listen(*quiet, event("PROCESS_STATE_EXITED", EXITED))[1]
+    (line,) = [line for line in loud.splitlines() if "crash_loop" in line]
+    assert "workers:worker0" in line
+
+
+def test_crashes_far_apart_are_no_loop() -> None:
+    crashes = exit_listener.Crashes()
+    assert [crashes.count("a", n * exit_listener.LOOP_S) for n in range(6)] == [None] * 6
+    assert [crashes.count("b", 60.0 * n) for n in range(4)] == [None, None, None, 180.0]
+
+
 def test_a_process_lives_until_it_is_reaped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,6 +208,21 @@ def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path) -> None:
         load(settings(path, cache_dir=str(tmp_path / "cache")), CPU, quiet())
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "cache" / "gguf").iterdir()) == [], "nothing half converted stays"
+
+
+def test_what_a_killed_conversion_left_is_swept_and_a_running_one_isnt(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gguf, host = tmp_path / "cache" / "gguf", socket.gethostname()
+    running, elsewhere = gguf / f"converting-{host}-{os.getpid()}-x", gguf / "converting-other.host-1-x"
+    for folder in (gguf / f"converting-{host}-{ended.pid}-abc", running, elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"not a model")
+    with pytest.raises(LoadError):
+        load(settings(path, cache_dir=str(tmp_path / "cache")), CPU, quiet())
+    assert sorted(gguf.iterdir()) == sorted([running, elsewhere])
 
 
 @pytest.mark.parametrize(
