@@ -70,7 +70,9 @@ class AsyncStream:
             event = self._events.popleft()
             if isinstance(event, p.Chunk):
                 yield event
-            elif isinstance(event, LoadOnceError):
+                continue
+            self.put(event)  # the end is for every reader
+            if isinstance(event, LoadOnceError):
                 self._problem = event
             else:
                 self.done, self.outcome = event

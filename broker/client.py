@@ -131,7 +131,8 @@ class _Loop:
 class Stream:
     """One streaming answer: iterate over its chunks; afterwards `outcome` says how it ended.
 
-    Leaving its ``with`` block early cancels the request.
+    Leaving its ``with`` block early cancels the request. Where several threads read, each chunk goes to one
+    of them, and all hear the end. A process that was forked in the meantime can't read it.
     """
 
     def __init__(self, events: queue.SimpleQueue[Event], cancel: Callable[[], None], id: str) -> None:
@@ -141,6 +142,7 @@ class Stream:
         self._problem: LoadOnceError | None = None
         self._events = events
         self._cancel = cancel
+        self._pid = os.getpid()
 
     def waiting(self) -> int:
         """Events that its reader hasn't taken yet."""
@@ -154,12 +156,16 @@ class Stream:
 
     def __iter__(self) -> Iterator[p.Chunk]:
         while self.outcome is None:
+            if self._pid != os.getpid():
+                raise RuntimeError("this stream was begun before the fork: only the parent hears its answer")
             if self._problem is not None:
                 raise self._problem
             event = self._events.get()
             if isinstance(event, p.Chunk):
                 yield event
-            elif isinstance(event, LoadOnceError):
+                continue
+            self._events.put(event)  # the end is for every reader
+            if isinstance(event, LoadOnceError):
                 self._problem = event
             else:
                 self.done, self.outcome = event

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+SELDOM_S: Final = 1.0
 
 
 class Log:
@@ -69,3 +72,24 @@ class Log:
         except (OSError, ValueError):
             # A full disk or a closed pipe must not stop serving: the line is lost, the actor goes on.
             return
+
+
+class Seldom:
+    """Lets what may happen thousands of times a second be said once a second.
+
+    Args:
+        say: gets how often it happened since the last time, and the latest reason.
+    """
+
+    def __init__(self, say: Callable[[int, str], None]) -> None:
+        self._say = say
+        self._count = 0
+        self._said_at = float("-inf")
+
+    def note(self, reason: str) -> None:
+        """It happened."""
+        self._count += 1
+        now = time.monotonic()
+        if now - self._said_at >= SELDOM_S:
+            count, self._count, self._said_at = self._count, 0, now
+            self._say(count, reason)

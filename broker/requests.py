@@ -85,12 +85,16 @@ def conversation(
     """
     if not messages:
         raise InvalidRequest("messages: at least one is needed", param="messages")
-    turned = [m if isinstance(m, p.ChatMessage) else _map(m, "messages", at) for at, m in enumerate(messages)]
+    turned = [m if isinstance(m, p.ChatMessage) else _turn(m, at) for at, m in enumerate(messages)]
     try:
         turns = msgspec.convert(turned, list[p.ChatMessage])
     except msgspec.ValidationError as problem:
         wrong = from_validation(problem)
         raise InvalidRequest(f"messages{wrong.message}", param=f"messages{wrong.param or ''}") from None
+    for at, turn in enumerate(turns):
+        if turn.content is None and not turn.tool_calls:
+            field = f"messages[{at}].content"
+            raise InvalidRequest(f"{field}: is missing", param=field)
     listed = None if tools is None else [_map(tool, "tools", at) for at, tool in enumerate(tools)]
     return p.Request(messages=turns, tools=listed, params=to_params(params))
 
@@ -124,6 +128,15 @@ def _tokens(given: object) -> list[int]:
         return [operator.index(token) for token in given]  # type: ignore[attr-defined]
     except TypeError as problem:
         raise InvalidRequest(f"token_ids: expected integers: {problem}", param="token_ids") from None
+
+
+def _turn(given: object, at: int) -> dict[str, Any]:
+    turn = _map(given, "messages", at)
+    for key in turn:
+        if key not in p.ChatMessage.__struct_fields__:
+            field = f"messages[{at}].{key}"
+            raise InvalidRequest(f"{field}: there is no such field", param=field)
+    return turn
 
 
 def _map(given: object, name: str, at: int) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class Scheduler:
         ids, tokens = message.ids, message.tokens or [0] * len(message.ids)
         if not len(ids) == len(body) == len(tokens):
             wrong = f"chunk: {len(ids)} ids, {len(tokens)} token counts and {len(body)} frames"
-            self.on_malformed("worker", worker.identity, ProtocolError(wrong))
+            self._on_wrong(worker, ProtocolError(wrong))
             return
         suspects = bool(worker.suspects)
         grouped = self._file(worker, zip(ids, body, tokens, strict=True))
@@ -267,6 +267,13 @@ class Scheduler:
                 group[1].append(frame)
         return grouped
 
+    def _on_wrong(self, worker: Worker, problem: ProtocolError) -> None:
+        """A message whose parts don't fit together: counted, and each worker's first is logged."""
+        self.on_malformed("worker", worker.identity, problem)
+        if not worker.wrong:
+            worker.wrong = True
+            self._log.warning("malformed", side="worker", worker=worker.name, reason=problem.message)
+
     def _on_done(self, worker: Worker, message: p.Done, body: Sequence[bytes], now: float) -> None:
         job = worker.jobs.get(message.id)
         if job is None:
@@ -274,7 +281,7 @@ class Scheduler:
             return
         if not body:
             wrong = ProtocolError("done: it needs an outcome as its body")
-            self.on_malformed("worker", worker.identity, wrong)
+            self._on_wrong(worker, wrong)
             self.life.fail(job, InternalError("The worker ended the request without an outcome."), now)
             return
         self.metrics.done += 1

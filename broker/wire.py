@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import zmq
 from broker import curve
 from broker.calls import Calls
 from broker.errors import ProtocolError
+from broker.logs import Seldom
 from broker.protocol import MAX_FRAME_BYTES
 
 RECEIVE_S: Final = 0.005  # of reading in a row
@@ -23,6 +24,9 @@ HEARTBEAT_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000  # a peer that was paused for less keeps its connection
 # As plain numbers: to combine pyzmq's flags costs more than the call that they are for.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_log: Final = logging.getLogger("loadonce")  # of the program whose library we are
+_unread: Final = Seldom(lambda count, why: _log.warning("%d messages of the broker dropped: %s", count, why))
+_unsent: Final = Seldom(lambda count, why: _log.warning("%d messages not sent yet: %s", count, why))
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
@@ -96,13 +100,19 @@ def deliver(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
 
 
 def deliver_one(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:
-    """Read one message. What can't be decoded is dropped: the call's own timeout covers it."""
-    with contextlib.suppress(zmq.Again, ProtocolError):
+    """Read one message. What can't be decoded is dropped and logged: the call's own timeout covers it."""
+    try:
         calls.on_message(receive(socket), now)
+    except zmq.Again:
+        return
+    except ProtocolError as problem:
+        _unread.note(problem.message)
 
 
 def send_due(socket: zmq.Socket[bytes], calls: Calls) -> None:
     """Send all that is due. What finds no room is lost here and sent again after the next ping."""
     for frames in calls.take():
-        with contextlib.suppress(zmq.Again):
+        try:
             send(socket, frames)
+        except zmq.Again:
+            _unsent.note(f"{HIGH_WATER} messages wait for the broker")

@@ -53,6 +53,7 @@ class Worker:
         self.registered = now
         self.tokens = 0  # forwarded from it
         self.prefixes: OrderedDict[int, None] = OrderedDict()
+        self.wrong = False  # it has sent a message whose parts don't fit together
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import zmq
 from broker import curve
 from broker import protocol as p
 from broker.errors import ProtocolError
-from broker.logs import Log
+from broker.logs import Log, Seldom
 
 from .exchange import Output, Quit
 from .session import Session
@@ -84,6 +84,7 @@ class Link:
         self._outbox = outbox
         self._watchdog = watchdog
         self._log = log
+        self._unsent = Seldom(lambda count, why: log.warning("not sent", messages=count, reason=why))
         self._drain_grace_s: float | None = None
 
     def request_drain(self, grace_s: float) -> None:
@@ -161,7 +162,9 @@ class Link:
         for command in self._session.commands():
             self._inbox.put(command)
         for frames in self._session.take():
-            # At the high-water mark the broker has been away for long: what is lost here, the client
-            # notices as a gap and has made anew.
-            with contextlib.suppress(zmq.Again):
+            try:
                 socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                # At the high-water mark the broker has been away for long: what is lost here, the client
+                # notices as a gap and has made anew.
+                self._unsent.note(f"{HIGH_WATER} messages wait for the broker")

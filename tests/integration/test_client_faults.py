@@ -13,13 +13,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+import zmq
 
+from broker import protocol as p
 from broker import wire
-from broker.client import AsyncClient, Client
+from broker.client import AsyncClient, AsyncStream, Client
 from broker.curve import KeysMissing
 from broker.errors import Cancelled, InternalError, InvalidRequest, Overloaded, Unavailable
 from examples.scripted_worker import scripted
@@ -109,6 +113,57 @@ def test_a_stream_given_up_by_another_thread_ends_for_its_reader(served: Pool) -
             for _ in chunks:
                 pass
         wait_for(lambda: served.status().in_flight == 0, "the slot to be free")
+
+
+def test_what_can_not_be_read_is_in_the_programs_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"ipc://{tmp_path}/clients"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as broker, Client(address) as client:
+        broker.linger = 0
+        broker.bind(address)
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(client.models, 30)
+            who, *_ = broker.recv_multipart()
+            broker.send_multipart([who, b"\xc1"])
+            broker.send_multipart([who, p.encode(p.Models(models=[], session="s"))])
+            assert asked.result(30) == []
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "loadonce"]
+    assert "1 messages of the broker dropped" in line
+
+
+def test_every_reader_of_a_stream_hears_its_end(served: Pool) -> None:
+    with served.client() as client, ThreadPoolExecutor(3) as readers:
+        stream = client.stream("x", max_tokens=200, seed=1)
+        parts = list(readers.map(lambda _: list(stream), range(3), timeout=30))
+        assert sum(map(len, parts)) > 0 and list(stream) == []
+        ordered = sorted((chunk for part in parts for chunk in part), key=lambda chunk: chunk.start)
+        assert "".join(chunk.text for chunk in ordered) == expected("x", 1, 200)
+
+
+async def test_every_reader_of_an_async_stream_hears_its_end(served: Pool) -> None:
+    async def texts(stream: AsyncStream) -> list[p.Chunk]:
+        return [chunk async for chunk in stream]
+
+    async with AsyncClient(served.clients) as client, asyncio.timeout(30):
+        stream = client.stream("x", max_tokens=200, seed=1)
+        parts = await asyncio.gather(*(texts(stream) for _ in range(3)))
+        ordered = sorted((chunk for part in parts for chunk in part), key=lambda chunk: chunk.start)
+        assert "".join(chunk.text for chunk in ordered) == expected("x", 1, 200)
+
+
+def test_a_stream_begun_before_a_fork_is_refused_in_the_child_and_goes_on_in_the_parent(served: Pool) -> None:
+    with served.client() as client:
+        stream = client.stream("x", max_tokens=50, seed=1)
+        child = os.fork()
+        if child == 0:
+            try:
+                next(iter(stream))
+            except RuntimeError as problem:
+                os._exit(7 if "fork" in str(problem) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert "".join(chunk.text for chunk in stream) == expected("x", 1, 50)
 
 
 def test_calls_that_meet_a_close_are_cancelled_and_none_hangs(served: Pool) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from broker.logs import Log
+from broker.logs import SELDOM_S, Log, Seldom
 
 
 def test_one_event_is_one_json_line_with_its_fields() -> None:
@@ -57,3 +57,15 @@ def test_a_full_disk_does_not_stop_the_actor() -> None:
             raise OSError(28, "No space left on device")
 
     Log("broker", stream=FullDisk()).info("goes_on")
+
+
+def test_what_happens_often_is_said_seldom_with_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr("broker.logs.time.monotonic", lambda: now)
+    said: list[tuple[int, str]] = []
+    seldom = Seldom(lambda count, reason: said.append((count, reason)))
+    for number in range(3):
+        seldom.note(f"reason {number}")
+    now += SELDOM_S
+    seldom.note("later")
+    assert said == [(1, "reason 0"), (3, "later")]

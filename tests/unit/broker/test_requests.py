@@ -28,6 +28,9 @@ TURN = {"role": "user", "content": "hi"}
         (lambda: conversation([], None, {}), "messages"),
         (lambda: conversation([5], None, {}), "messages[0]"),  # type: ignore[list-item]
         (lambda: conversation([TURN, {"role": 1}], None, {}), "messages[1].role"),
+        (lambda: conversation([TURN, {**TURN, "contents": "x"}], None, {}), "messages[1].contents"),
+        (lambda: conversation([{"role": "user"}], None, {}), "messages[0].content"),
+        (lambda: conversation([p.ChatMessage("user")], None, {}), "messages[0].content"),
         (lambda: conversation([TURN], ["f"], {}), "tools[0]"),  # type: ignore[list-item]
         (lambda: tokenization(None), "text"),  # type: ignore[arg-type]
         (lambda: detokenization(["a"]), "token_ids"),  # type: ignore[list-item]
@@ -38,6 +41,13 @@ def test_the_field_at_fault_is_named(make: Callable[[], p.Request], field: str) 
         make()
     assert raised.value.param == field
     assert raised.value.message.startswith(field.split("[")[0])
+
+
+def test_a_turn_that_only_calls_tools_needs_no_content() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "tool", "content": "5", "tool_call_id": "c", "name": "f"}
+    request = conversation([TURN, {"role": "assistant", "tool_calls": [call]}, answer], None, {})
+    assert request.messages is not None and request.messages[1].tool_calls == [call]
 
 
 def test_any_sequence_of_integers_is_token_ids() -> None:

@@ -652,7 +652,9 @@ def test_a_chunk_message_whose_parts_do_not_match_is_refused_whole(message: p.Ch
     stage.submit("a", stream=True)
     message.ids[0] = stage.one_work(gpu)
     stage.worker(gpu, message, *[chunk(0)] * frames)
-    assert stage.heard() == [] and stage.scheduler.metrics.malformed == 1
+    stage.worker(gpu, message, *[chunk(0)] * frames)
+    assert stage.heard() == [] and stage.scheduler.metrics.malformed == 2
+    assert stage.log.getvalue().count('"malformed"') == 1, "each worker's first is logged"
 
 
 def test_a_done_without_an_outcome_ends_the_request_in_an_error() -> None:
