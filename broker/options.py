@@ -10,6 +10,8 @@ and the words true/false/1/0/yes/no/on/off.
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import msgspec
 
 ENV_PREFIX: Final = "LOADONCE_"
 EXIT_USAGE: Final = 2
+NEARLY: Final = 0.85  # of `difflib`'s measure of likeness
 _TRUE: Final = frozenset({"true", "1", "yes", "on"})
 _FALSE: Final = frozenset({"false", "0", "no", "off"})
 
@@ -104,17 +107,33 @@ def load(settings: type[S], prog: str, argv: Sequence[str], environ: Mapping[str
     for option in options(settings):
         _add(parser, option)
     given = vars(parser.parse_args(list(argv)))
+    for name, meant in misspelt(settings, environ):
+        print(f"{prog}: warning: {name} is no setting; {meant} is", file=sys.stderr)
     try:
         return read(settings, {k: v for k, v in given.items() if v is not None}, environ)
     except SettingError as problem:
         parser.error(str(problem))
 
 
+def misspelt(settings: type[S], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that are none of these settings and nearly the name of one, with that name.
+
+    One environment serves all programs, so a variable that is unlike all of these is somebody else's.
+    """
+    known = {option.env.removeprefix(ENV_PREFIX): option.env for option in options(settings)}
+    found = []
+    for name in environ:
+        rest = name.removeprefix(ENV_PREFIX)
+        if name.startswith(ENV_PREFIX) and rest not in known:
+            found += [(name, known[near]) for near in difflib.get_close_matches(rest, known, 1, NEARLY)]
+    return found
+
+
 def read(settings: type[S], flags: Mapping[str, str], environ: Mapping[str, str]) -> S:
     """Build the settings from already split flags and an environment.
 
     Raises:
-        SettingError: a value isn't of its type or past its bounds, or an unknown ``LOADONCE_`` flag.
+        SettingError: a value isn't of its type or past its bounds.
     """
     values = {}
     for option in options(settings):

@@ -6,7 +6,8 @@
 Does nothing, quickly, when the lock files are the ones that were installed before.
 
 torch is chosen by the machine: with an NVIDIA GPU the pinned release as it is; without one its CPU build
-if pip's configured sources have it (set TORCH_INDEX to add one), since the other is gigabytes of CUDA.
+if pip's configured sources have it (set TORCH_INDEX to add one), since the other is gigabytes of CUDA. The
+CUDA libraries stand in no lock file of ours: each release of torch names their exact versions itself.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def main(sets: list[str]) -> int:
     wanted = {name: digest(name) for name in sets}
     if VENV.exists() and not (VENV / "bin" / "python").exists():
         shutil.rmtree(VENV)  # its interpreter is gone, as after a copy from another machine
+    elif VENV.exists() and version_of(VENV) != sys.version_info[:2]:
+        print(f"remaking .venv, which isn't of Python {sys.version.split()[0]}", flush=True)
+        shutil.rmtree(VENV)
     if wanted.items() <= installed(stamp).items():
         return 0
     if not (VENV / "bin" / "python").exists():
@@ -60,6 +64,15 @@ def main(sets: list[str]) -> int:
         return EXIT_PIP_FAILED
     stamp.write_text("".join(f"{k} {v}\n" for k, v in {**installed(stamp), **wanted}.items()))
     return 0
+
+
+def version_of(environment: Path) -> tuple[int, ...]:
+    """The Python that an environment was made with, as 3, 11."""
+    for line in (environment / "pyvenv.cfg").read_text().splitlines():
+        name, _, value = line.partition("=")
+        if name.strip() == "version":
+            return tuple(map(int, value.strip().split(".")[:2]))
+    return ()
 
 
 def digest(name: str) -> str:
@@ -111,7 +124,7 @@ def lock_file(name: str) -> Path:
 def pip(*args: str) -> None:
     """Run the environment's pip; raises CalledProcessError."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore"})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ overrides), and ends when supervisord ends. Ctrl-C or SIGTERM stops everything; 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -59,10 +60,8 @@ def main(root: Path = ROOT) -> int:
         return say_why(problem, EXIT_USAGE)
     except CannotStart as problem:
         return say_why(problem, problem.code)
-    try:
+    with removed_with_us(override):
         return Pool(root, settings).run()
-    finally:
-        override.unlink(missing_ok=True)
 
 
 def say_why(problem: Exception, code: int) -> int:
@@ -89,6 +88,8 @@ def check_free(root: Path, settings: FrontendSettings) -> None:
         )
     except (OSError, Error):
         pass  # nobody answers at its socket
+    if settings.port == 0:
+        raise CannotStart("LOADONCE_PORT=0: the frontends share one port, so it must be named", EXIT_USAGE)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,6 +139,14 @@ def write_override(root: Path, workers: int | None) -> Path:
     if workers is not None:
         path.write_text(f"; by make run, removed when it ends\n[program:worker]\nnumprocs={workers}\n")
     return path
+
+
+@contextlib.contextmanager
+def removed_with_us(path: Path) -> Iterator[None]:
+    """Have `path` removed when this block ends, or this process, however it does: a shell waits for that."""
+    shell = ["sh", "-c", 'cat > /dev/null; rm -f "$1"', "sh", str(path)]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True):
+        yield
 
 
 def supervisor(root: Path) -> Any:

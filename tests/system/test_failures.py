@@ -133,7 +133,8 @@ def test_c88_in_a_container_everything_goes_to_standard_output_and_nobody_blocks
     conf = str(place.directory / "supervisord.conf")
     supervisord = subprocess.Popen(
         [str(place.directory / ".venv/bin/supervisord"), "-n", "-c", conf],
-        env=place.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/",
+        env={**place.environment, "LOADONCE_WORKER_COUNT": "1"}, cwd="/",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert supervisord.stdout is not None
     seen, flooded, kept = 0, threading.Event(), []

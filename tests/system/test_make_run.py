@@ -135,6 +135,18 @@ def test_killed_itself_it_still_leaves_nothing(place: Supervised) -> None:
     place.wait_gone()
 
 
+def test_killed_itself_it_leaves_no_setting_for_the_next_start(place: Supervised) -> None:
+    place.scripted(workers=1)
+    run = Run(place, LOADONCE_WORKER_COUNT="1")
+    run.wait_said("ready after")
+    automatic = place.directory / "run" / "automatic.conf"
+    assert automatic.exists()
+    run.process.kill()
+    run.end()
+    wait_for(lambda: not automatic.exists(), "the file to go")
+    place.wait_gone()
+
+
 def test_a_taken_port_is_one_line_before_anything_starts(place: Supervised) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", place.port))
@@ -151,6 +163,12 @@ def test_a_second_one_in_the_same_place_says_that_it_runs_already(place: Supervi
     assert run.end() == 3
     assert "runs here already" in run.said
     place.assert_answers()
+
+
+def test_a_port_that_nobody_could_print_is_refused(place: Supervised) -> None:
+    run = Run(place, LOADONCE_PORT="0")
+    assert run.end() == 2
+    assert len(run.lines) == 1 and "LOADONCE_PORT=0" in run.said
 
 
 def test_a_wrong_setting_is_one_line(place: Supervised) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ..
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
+    (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"home = x\nversion = {sys.version.split()[0]}\n")
     monkeypatch.setattr(install, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(install, "pip", lambda *args: made.append(args))
     monkeypatch.delenv("TORCH_INDEX", raising=False)
@@ -36,6 +38,17 @@ def test_the_tools_are_added_to_what_is_there(calls: list[tuple[str, ...]]) -> N
     calls.clear()
     install.main(["run", "dev"])
     assert any(str(install.lock_file("dev")) in call for call in calls)
+
+
+def test_an_environment_of_another_python_is_made_anew(
+    calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install.main(["run"])
+    calls.clear()
+    (install.VENV / "pyvenv.cfg").write_text("version = 3.9.1\n")
+    monkeypatch.setattr("tools.install.venv.create", lambda path, with_pip: path.mkdir())
+    assert install.main(["run"]) == 0
+    assert calls and not (install.VENV / "pyvenv.cfg").exists()
 
 
 def test_a_changed_lock_installs_again(calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,9 @@ import pytest
 from msgspec import Meta, Struct
 
 from broker import options
+from broker.settings import BrokerSettings
+from gpu_worker.settings import WorkerSettings
+from http_frontend.settings import FrontendSettings
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -70,6 +73,20 @@ def test_help_shows_every_flag_variable_and_default(capsys: pytest.CaptureFixtur
     assert stop.value.code == 0
     for option in options.options(Sample):
         assert option.flag in said and option.env in said and option.help in said
+
+
+def test_a_misspelt_variable_is_named_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(LOADONCE_QUEUE_LIMITS="7", LOADONCE_SOMETHING="else", HOME="/") == Sample()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "LOADONCE_QUEUE_LIMITS" in line and "LOADONCE_QUEUE_LIMIT is" in line
+
+
+def test_no_programs_setting_is_taken_for_a_misspelt_one_of_another() -> None:
+    actors = (BrokerSettings, WorkerSettings, FrontendSettings)
+    everything = {option.env: "" for actor in actors for option in options.options(actor)}
+    everything |= {"LOADONCE_WORKER_COUNT": "", "LOADONCE_RUN_DIR": "", "LOADONCE_ADMIN": ""}
+    for actor in actors:
+        assert options.misspelt(actor, everything) == []
 
 
 def test_the_table_has_a_row_for_each_setting() -> None:
