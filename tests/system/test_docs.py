@@ -233,7 +233,5 @@ def test_the_compose_file_publishes_to_this_host_only_and_waits_long_enough() ->
     assert int(service["stop_grace_period"].rstrip("s")) > 95
     assert "LOADONCE_WORKER_COUNT" in service["environment"], "one worker for each GPU that is reserved"
     image = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert "LOADONCE_WORKER_COUNT=1" in image, (
-        "container.conf reads it: unset, it stops supervisord"
-    )
+    assert "LOADONCE_WORKER_COUNT=1" in image, "container.conf reads it: unset, it stops supervisord"
     assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
