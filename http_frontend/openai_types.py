@@ -140,11 +140,18 @@ class FunctionName(Struct, forbid_unknown_fields=True):
     name: Identifier
 
 
-class NamedTool(Struct, forbid_unknown_fields=True):
+class NamedTool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     """The one tool that the model must call."""
 
-    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):
+    """Some of the tools; read so that it can be refused by name."""
+
+
+class CustomTool(Struct, tag_field="type", tag="custom"):
+    """A tool that takes free text; read so that it can be refused by name."""
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -182,7 +189,7 @@ class ChatRequest(Generation, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | CustomTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     metadata: Annotated[dict[str, ShortText], Meta(max_length=16)] | None = None

@@ -19,8 +19,10 @@ from broker.protocol import ChatMessage, Grammar, ModelInfo, Params, Request, Te
 from http_frontend import free_json, tools
 from http_frontend.openai_types import (
     CHAT_NOT_SERVED,
+    AllowedTools,
     ChatRequest,
     CompletionRequest,
+    CustomTool,
     Generation,
     InputMessage,
     JsonObjectFormat,
@@ -157,6 +159,9 @@ def _refuse_unserved(body: ChatRequest) -> None:
         raise UnsupportedParameter("modalities: the models here write text.", param="modalities")
     if body.service_tier not in (None, "auto", "default"):
         raise UnsupportedParameter("service_tier: only auto and default.", param="service_tier")
+    if isinstance(body.tool_choice, AllowedTools | CustomTool):
+        kind = body.tool_choice.__struct_config__.tag
+        raise UnsupportedParameter(f"tool_choice: {kind} isn't served here.", param="tool_choice")
     if body.parallel_tool_calls is False and body.tools is None:
         raise InvalidRequest("parallel_tool_calls: needs tools.", param="parallel_tool_calls")
 

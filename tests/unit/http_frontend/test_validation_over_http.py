@@ -217,7 +217,8 @@ NOT_SERVED = [
     ("audio", {"voice": "x"}), ("functions", []), ("function_call", "auto"), ("prediction", {}),
     ("reasoning_effort", "low"), ("verbosity", "low"), ("web_search_options", {}), ("store", True),
     ("modalities", ["text", "audio"]), ("service_tier", "flex"), ("prompt_cache_key", "x"),
-    ("moderation", {}),
+    ("moderation", {}), ("tool_choice", {"type": "custom", "custom": {"name": "f"}}),
+    ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
 ]  # fmt: skip
 
 
