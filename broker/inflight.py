@@ -57,6 +57,7 @@ class Job:
     quarantined: bool = False  # tried where no other suspect is, so that another death leaves no doubt
     first_started: float | None = None
     tokens: int = 0  # forwarded in this attempt
+    prompt_tokens: int = 0  # computed for it, as its outcome says
     size: int = field(default=0)  # bytes kept: request and chunks
 
     def __post_init__(self) -> None:

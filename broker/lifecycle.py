@@ -168,7 +168,7 @@ class Lifecycle:
         """Part a running request from its worker; tokens served replace the estimate."""
         self.workers[job.worker].give(job)
         tenant = job.submit.tenant
-        if self.fairness.correct(tenant, job.tokens - job.submit.cost):
+        if self.fairness.correct(tenant, job.tokens + job.prompt_tokens - job.submit.cost):
             for queue in self.queues.values():
                 queue.refunded(tenant)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from broker import integrity
 from broker import protocol as p
 from broker.catalogue import LOBBY
@@ -279,11 +281,13 @@ class Scheduler:
         if job is None:
             self.metrics.stray += 1
             return
-        if not body:
-            wrong = ProtocolError("done: it needs an outcome as its body")
-            self._on_wrong(worker, wrong)
+        try:
+            usage = p.outcome_body.decode(body[0]).usage
+        except (IndexError, msgspec.MsgspecError, RecursionError) as problem:
+            self._on_wrong(worker, ProtocolError(f"done: it needs an outcome as its body: {problem}"))
             self.life.fail(job, InternalError("The worker ended the request without an outcome."), now)
             return
+        job.prompt_tokens = max(0, usage.prompt_tokens - usage.cached_tokens)
         self.metrics.done += 1
         started = job.first_started if job.first_started is not None else now
         queued_ms = int(1000 * (started - job.arrived))

@@ -657,13 +657,34 @@ def test_a_chunk_message_whose_parts_do_not_match_is_refused_whole(message: p.Ch
     assert stage.log.getvalue().count('"malformed"') == 1, "each worker's first is logged"
 
 
-def test_a_done_without_an_outcome_ends_the_request_in_an_error() -> None:
+@pytest.mark.parametrize("body", [(), (b"\xc1",), (p.encode({"finish_reason": "bored"}),)])
+def test_a_done_without_an_outcome_ends_the_request_in_an_error(body: tuple[bytes, ...]) -> None:
     stage = Stage()
     gpu = stage.ready("gpu0")
     stage.submit("a")
-    stage.worker(gpu, p.Done(stage.one_work(gpu)))
+    stage.worker(gpu, p.Done(stage.one_work(gpu)), *body)
     end = stage.end_of("a")
     assert isinstance(end, p.Failed) and end.code == "internal_error"
+
+
+def test_prompts_count_where_tenants_are_compared_and_what_was_cached_does_not() -> None:
+    """One tenant reads long prompts and writes a word, the other writes: both use the same device."""
+    stage = Stage()
+    gpu = stage.ready("gpu0")
+    for n in range(12):
+        stage.submit(f"r{n}", client=b"reader", tenant="reads", cost=1)
+        stage.submit(f"w{n}", client=b"writer", tenant="writes", cost=1)
+    begun: list[str] = []
+    while works := stage.work(gpu):
+        ((work, _),) = works
+        begun.append(work.request_id[0])
+        used = p.Usage(100, 1, cached_tokens=50) if begun[-1] == "r" else p.Usage(0, 10)
+        if len(begun) == 12:
+            break
+        stage.worker(gpu, p.Chunks([work.id], [used.completion_tokens]), chunk(0, used.completion_tokens))
+        stage.worker(gpu, p.Done(work.id), p.encode(p.Outcome("stop", used)))
+    # 51 tokens for one that reads, 10 for one that writes.
+    assert begun.count("w") == 10 and begun.count("r") == 2
 
 
 def test_models_are_listed_with_their_ready_workers() -> None:
