@@ -21,6 +21,7 @@ from broker import wire
 from broker.addresses import address as default_address
 from broker.calls import Calls, Listener, make_submit
 from broker.errors import Cancelled, LoadOnceError, Unavailable
+from broker.frames import readable
 from broker.listeners import BUFFERED_CHUNKS, Event, Reader, Whole, served
 from broker.requests import Completion, Turn, conversation, detokenization, generation, tokenization
 
@@ -303,7 +304,7 @@ class AsyncClient:
         # very end. Asking is cheaper than finding nothing, which raises.
         while socket is not None:
             wire.send_due(socket, self._calls)
-            if not wire.readable(socket):
+            if not readable(socket):
                 return
             now = time.monotonic()
             if now >= until:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import zmq
@@ -13,6 +12,7 @@ import zmq
 from broker import curve
 from broker.calls import Calls
 from broker.errors import ProtocolError
+from broker.frames import readable, receive, send
 from broker.logs import Seldom
 from broker.protocol import MAX_FRAME_BYTES
 
@@ -22,12 +22,9 @@ LINGER_MS: Final = 200
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000
 HEARTBEAT_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000  # a peer that was paused for less keeps its connection
-# As plain numbers: to combine pyzmq's flags costs more than the call that they are for.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _log: Final = logging.getLogger("loadonce")  # of the program whose library we are
 _unread: Final = Seldom(lambda count, why: _log.warning("%d messages of the broker dropped: %s", count, why))
 _unsent: Final = Seldom(lambda count, why: _log.warning("%d messages not sent yet: %s", count, why))
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 def open_dealer(address: str, curve_keys: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
@@ -60,36 +57,6 @@ def open_dealer(address: str, curve_keys: str) -> tuple[zmq.Context[zmq.Socket[b
         context.term()
         raise
     return context, socket
-
-
-def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there; asking is cheaper than a receive that finds nothing, which raises."""
-    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of a message that is there; half the cost of `recv_multipart`, a frame knows of more.
-
-    Raises:
-        zmq.Again: there is none.
-    """
-    frames = []
-    while True:
-        frame = socket.recv(_NOBLOCK, False)
-        frames.append(frame.bytes)
-        if not frame.more:
-            return frames
-
-
-def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-    """Send a message whole, or not at all.
-
-    Raises:
-        zmq.Again: there is no room; the first frame says so, the others follow it unasked.
-    """
-    last = len(frames) - 1
-    for place, frame in enumerate(frames):
-        socket.send(frame, _NOBLOCK if place == last else _NOBLOCK_MORE)
 
 
 def deliver(socket: zmq.Socket[bytes], calls: Calls, now: float) -> None:

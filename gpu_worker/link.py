@@ -13,6 +13,7 @@ import zmq
 from broker import curve
 from broker import protocol as p
 from broker.errors import ProtocolError
+from broker.frames import receive, send
 from broker.logs import Log, Seldom
 
 from .exchange import Output, Quit
@@ -147,7 +148,7 @@ class Link:
     def _receive(self, socket: zmq.Socket[bytes], now: float) -> None:
         while True:
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive(socket)
             except zmq.Again:
                 return
             try:
@@ -163,7 +164,7 @@ class Link:
             self._inbox.put(command)
         for frames in self._session.take():
             try:
-                socket.send_multipart(frames, zmq.NOBLOCK)
+                send(socket, frames)
             except zmq.Again:
                 # At the high-water mark the broker has been away for long: what is lost here, the client
                 # notices as a gap and has made anew.

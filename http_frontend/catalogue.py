@@ -12,7 +12,7 @@ from broker.logs import Log
 from broker.protocol import ModelInfo
 
 REFRESH_S: Final = 1.0
-FRESH_S: Final = 0.1  # what was heard so lately isn't asked for again
+REST_S: Final = 0.1  # between two questions, however many want to know
 ASK_AGAIN_S: Final = 1.0  # how long a request may wait for that
 STALE_S: Final = 5.0  # a broker that has been silent for so long isn't there
 
@@ -35,7 +35,9 @@ class Catalogue:
         self._by_name: dict[str, ModelInfo] = {}
         self._unheard = False
         self._first = asyncio.Event()
-        self._asking: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None  # the question of those who can't be served
+        self._asked = False  # whether it has gone out: what is said to it may be too old for who comes now
+        self._asked_at: float | None = None  # when they asked last
         self.models: Sequence[ModelInfo] = ()
 
     async def wait_heard(self, patience_s: float) -> None:
@@ -80,14 +82,22 @@ class Catalogue:
             return self.find(name)
 
     async def _ask_again(self) -> None:
-        """Ask once for all who want to know now."""
-        if self._heard_at is not None and self._clock() - self._heard_at < FRESH_S:
-            return
+        """Hear what the broker says from now on, asking once for all who want to know.
+
+        What was heard before the request came, be it a moment ago, doesn't do: the worker that it is for
+        may have registered in between.
+        """
+        if self._asking is not None and not self._asking.done() and self._asked:
+            await asyncio.shield(self._asking)
         if self._asking is None or self._asking.done():
+            self._asked = False
             self._asking = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asking)
 
     async def _refresh(self) -> None:
+        if self._asked_at is not None:
+            await asyncio.sleep(self._asked_at + REST_S - self._clock())
+        self._asked, self._asked_at = True, self._clock()
         with contextlib.suppress(LoadOnceError, TimeoutError):  # `run` logs a broker that is silent
             self.heard(await asyncio.wait_for(self._ask(), ASK_AGAIN_S))
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from broker import protocol as p
 from broker.addresses import address
+from broker.frames import readable, receive, send
 
 TEXT: Final = "y" * 300
 CHUNK: Final = p.encode(p.Chunk(token_ids=[1] * 60, text=TEXT))
@@ -59,7 +60,7 @@ class Echo:
 
     def say(self, message: p.WorkerMessage, body: list[bytes] | None = None) -> None:
         """Send one message."""
-        self.socket.send_multipart([p.encode(message), *(body or [])])
+        send(self.socket, [p.encode(message), *(body or [])])
 
     def register(self) -> None:
         """Say that we can serve."""
@@ -74,8 +75,8 @@ class Echo:
     def receive(self) -> None:
         """Take all that has come; answer at once, or note a stream."""
         ids = []
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            header, *body = self.socket.recv_multipart(zmq.NOBLOCK)
+        while readable(self.socket):
+            header, *body = receive(self.socket)
             message = p.to_worker.decode(header)
             if isinstance(message, p.Work) and self.rate:
                 limit = p.request_body.decode(body[0]).params.max_tokens or 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import zmq
 
+from broker import frames
 from broker import protocol as p
 from broker.logs import Log
+from gpu_worker import link
 from gpu_worker.exchange import Counters, StepOutput
 from gpu_worker.link import LINGER_MS, Link, Outbox
 from gpu_worker.session import End, Session
@@ -74,11 +76,11 @@ def test_c74_one_thread_owns_the_socket_while_another_streams(
     address: str, broker: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: set[int] = set()
-    plain = zmq.Socket.send_multipart
+    plain = frames.send
 
-    def send_multipart(self: Any, *given: Any, **options: Any) -> Any:
+    def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
         used.add(threading.get_ident())
-        return plain(self, *given, **options)
+        plain(socket, frames)
 
     stand = Stand(address)
     identity, ready, _ = heard(broker)
@@ -86,7 +88,7 @@ def test_c74_one_thread_owns_the_socket_while_another_streams(
     broker.send_multipart([identity, p.encode(p.BrokerBeat(session="s1"))])
     broker.send_multipart([identity, p.encode(p.Work(id="1.1", request_id="r")), b"request"])
     assert stand.inbox.get(timeout=5).id == "1.1"
-    monkeypatch.setattr(zmq.Socket, "send_multipart", send_multipart)
+    monkeypatch.setattr(link, "send", send)
     steps = 3000
     for step in range(steps):
         stand.outbox.put(StepOutput(chunks=[("1.1", b"%d" % step, 1)]))

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FACE = {
-    "protocol", "errors", "calls", "requests", "client", "async_client", "listeners", "wire",
+    "protocol", "errors", "calls", "requests", "client", "async_client", "listeners", "wire", "frames",
     "options", "logs", "addresses", "curve", "lifeline",
 }  # fmt: skip
 ACTORS = {"broker", "gpu_worker", "http_frontend"}

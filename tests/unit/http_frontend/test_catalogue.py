@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 
 import pytest
 
@@ -97,17 +98,63 @@ async def test_a_worker_that_registered_since_is_found_and_the_broker_asked_once
         await asyncio.sleep(0)
         return [ModelInfo("a", 1, 1)]
 
-    clock = Clock()
-    models = Catalogue(ask, clock, Log("x", stream=io.StringIO()))
+    models = Catalogue(ask, Clock(), Log("x", stream=io.StringIO()))
     found = await asyncio.gather(*(models.look_up("a") for _ in range(20)))
     assert {model.name for model in found} == {"a"} and asked == 1
     with pytest.raises(ModelNotFound):
         await models.look_up("c")
-    assert asked == 1, "what was heard just now isn't asked for again"
-    clock.now += 1
-    with pytest.raises(ModelNotFound):
-        await models.look_up("c")
     assert asked == 2
+
+
+async def test_what_was_heard_a_moment_before_the_request_is_no_reason_to_refuse_it() -> None:
+    """Since then the worker has registered, and the other frontend on this port has said that it is ready."""
+    registered: list[ModelInfo] = []
+
+    async def ask() -> list[ModelInfo]:
+        return list(registered)
+
+    models = Catalogue(ask, asyncio.get_running_loop().time, Log("x", stream=io.StringIO()))
+    with pytest.raises(Unavailable):
+        await models.look_up("a")
+    registered.append(ModelInfo("a", 1, 1))
+    assert (await models.look_up("a")).name == "a"
+
+
+async def test_one_that_comes_while_the_broker_is_asked_waits_for_the_next_answer() -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+    registered: list[ModelInfo] = []
+
+    async def ask() -> list[ModelInfo]:
+        said = list(registered)
+        asked.set()
+        await may_answer.wait()
+        return said
+
+    models = Catalogue(ask, asyncio.get_running_loop().time, Log("x", stream=io.StringIO()))
+    early = asyncio.create_task(models.look_up("a"))
+    await asked.wait()
+    registered.append(ModelInfo("a", 1, 1))
+    late = asyncio.create_task(models.look_up("a"))
+    await asyncio.sleep(0)
+    may_answer.set()
+    with pytest.raises(Unavailable):
+        await early
+    assert (await asyncio.wait_for(late, 5)).name == "a"
+
+
+async def test_questions_keep_their_distance() -> None:
+    times: list[float] = []
+    clock = asyncio.get_running_loop().time
+
+    async def ask() -> list[ModelInfo]:
+        times.append(clock())
+        return []
+
+    models = Catalogue(ask, clock, Log("x", stream=io.StringIO()))
+    for _ in range(3):
+        await asyncio.gather(*(models.look_up("a") for _ in range(10)), return_exceptions=True)
+    assert len(times) == 3
+    assert all(after - before >= 0.9 * module.REST_S for before, after in itertools.pairwise(times))
 
 
 async def test_a_silent_broker_makes_a_request_wait_a_moment_and_no_longer(
