@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         return _say(problem, EXIT_NO_MODEL)
     except (devices.DeviceError, OSError) as problem:
         return _say(problem, EXIT_NO_DEVICE)
-    except (curve.BadAddress, curve.KeysMissing) as problem:
+    except ValueError as problem:  # an address that can't be, or its keys
         return _say(problem, EXIT_USAGE)
     name = settings.name or claim.short_name
     return _serve(settings, claim, name, Log(f"worker/{name}", level=settings.log_level))

@@ -23,7 +23,7 @@ from broker import addresses, curve, options
 from broker.client import AsyncClient
 from broker.lifeline import end_with_supervisor
 from broker.logs import Log
-from http_frontend.broker_scrape import broker_text
+from http_frontend.broker_scrape import NO_ADMIN, broker_text
 from http_frontend.catalogue import REFRESH_S, Catalogue
 from http_frontend.frontend import Frontend
 from http_frontend.keys import KeyFileError, Keys
@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
     try:
         keys = _keys(settings)
         tls = _tls(settings)
-        broker_at = addresses.address("clients", settings.clients, settings.run_dir)
-        curve.check(broker_at, settings.curve_keys, "clients")
+        broker_at = _address("clients", settings.clients, settings)
+        admin_at = _address("admin", settings.admin, settings)
         _check_port(settings, addresses.make_run_dir(settings.run_dir))
         sock = bind(settings.host, settings.port, reuse_port=settings.reuse_port)
     except _Unsafe as problem:
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         where = f"{settings.host}:{settings.port}"
         return _say(f"can't listen on {where}: {problem.strerror or problem}", EXIT_ADDRESS)
     with sock:
-        return uvloop.run(_serve(settings, keys, tls, sock, broker_at))
+        return uvloop.run(_serve(settings, keys, tls, sock, broker_at, admin_at))
 
 
 class _Unsafe(Exception):
@@ -90,6 +90,18 @@ def _keys(settings: FrontendSettings) -> Keys | None:
     if not is_loopback(settings.host):
         raise _Unsafe(f"{settings.host} can be reached by others: it needs --api-keys")
     return None
+
+
+def _address(which: str, given: str, settings: FrontendSettings) -> str:
+    """Where a socket of the broker is; for ``admin`` also `NO_ADMIN`.
+
+    Raises:
+        ValueError: it can't be there, or the keys that it needs are missing.
+    """
+    where = addresses.address(which, given, settings.run_dir)
+    if (which, where) != ("admin", NO_ADMIN):
+        curve.check(where, settings.curve_keys, which)
+    return where
 
 
 def _check_port(settings: FrontendSettings, directory: Path) -> None:
@@ -121,6 +133,7 @@ async def _serve(
     tls: ssl.SSLContext | None,
     sock: socket.socket,
     broker_at: str,
+    admin_at: str,
 ) -> int:
     log = Log("frontend", level=settings.log_level)
     stop = _stop_signal()
@@ -129,7 +142,7 @@ async def _serve(
     frontend = _wire(settings, keys, pool, log)
     host, port = sock.getsockname()[:2]
     siblings = Siblings(addresses.run_dir(settings.run_dir).absolute(), port, frontend.metrics.text)
-    frontend.scrape = lambda: _scrape(frontend, context, siblings)
+    frontend.scrape = lambda: _scrape(frontend, context, siblings, admin_at)
     server = Server(frontend)
     await siblings.open()
     background = [_watched(stop, frontend.catalogue.run(), log)]
@@ -169,13 +182,11 @@ def _wire(settings: FrontendSettings, keys: Keys | None, pool: AsyncClient, log:
     )
 
 
-async def _scrape(frontend: Frontend, context: zmq.asyncio.Context, siblings: Siblings) -> bytes:
-    settings = frontend.settings
+async def _scrape(
+    frontend: Frontend, context: zmq.asyncio.Context, siblings: Siblings, admin_at: str
+) -> bytes:
     broker, others = await asyncio.gather(
-        broker_text(
-            context, addresses.address("admin", settings.admin, settings.run_dir), settings.curve_keys
-        ),
-        siblings.ask(),
+        broker_text(context, admin_at, frontend.settings.curve_keys), siblings.ask()
     )
     return merge([frontend.metrics.text().decode(), *others, broker])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import zmq
 import zmq.asyncio
@@ -12,10 +13,12 @@ from broker.errors import ProtocolError
 from broker.protocol import AdminMetrics, AdminReply, decode_header, encode, split, to_admin
 from http_frontend.metrics import SCRAPE_TIMEOUT_S
 
+NO_ADMIN: Final = "off"  # in the place of an address: the broker isn't asked
+
 
 async def broker_text(context: zmq.asyncio.Context, address: str, curve_keys: str) -> str:
     """Prometheus' text format, or nothing if the broker doesn't answer in time or won't say."""
-    if address == "off":
+    if address == NO_ADMIN:
         return ""
     socket = context.socket(zmq.DEALER)
     try:

@@ -60,6 +60,10 @@ def test_a_taken_port_is_one_clear_line(tmp_path: Path) -> None:
         (("--tls-cert", "missing.pem"), EXIT_FILE, "missing.pem"),
         (("--clients", "tcp://192.0.2.1:5555"), EXIT_USAGE, "--curve-keys"),
         (("--clients", "tcp://127.0.0.1"), EXIT_USAGE, "clients"),
+        (("--clients", "off"), EXIT_USAGE, "clients"),
+        (("--admin", "tcp://192.0.2.1:5555"), EXIT_USAGE, "--curve-keys"),
+        (("--admin", "tcp://127.0.0.1"), EXIT_USAGE, "admin"),
+        (("--run-dir", "/tmp/" + "x" * 120), EXIT_USAGE, "LOADONCE_RUN_DIR"),  # noqa: S108
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import RequestFailed
+from gpu_worker.__main__ import EXIT_USAGE
 from tests.integration.hanging_worker import HANGS_ON
 from tests.integration.test_worker import LOAD_S, start_worker, tiny_flags
 from tests.pool import ROOT, Pool, wait_for
@@ -45,16 +46,27 @@ def test_a_request_that_hangs_two_workers_fails_and_what_was_beside_it_goes_on(
             assert "".join(chunk.text for chunk in stream) == undisturbed
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "gopher://x", "tcp://192.0.2.1:5555"])
-def test_an_address_that_can_not_be_is_found_before_the_model_is_loaded(tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--workers", "tcp://127.0.0.1"), "workers: "),
+        (("--workers", "gopher://x"), "workers: "),
+        (("--workers", "tcp://192.0.2.1:5555"), "--curve-keys"),
+        (("--workers", "tcp://127.0.0.1:5555", "--curve-keys", "no-such-folder"), "no-such-folder"),
+        (("--run-dir", "/tmp/" + "x" * 120), "LOADONCE_RUN_DIR"),  # noqa: S108
+    ],
+)
+def test_an_address_that_can_not_be_is_found_before_the_model_is_loaded(
+    tmp_path: Path, flags: tuple[str, ...], named: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpu_worker", "--device", "cpu", "--model", "/nowhere", "--workers", address],
+        [sys.executable, "-m", "gpu_worker", "--device", "cpu", "--model", "/nowhere", *flags],
         cwd=ROOT, capture_output=True, text=True, timeout=30,
         env={**os.environ, "LOADONCE_RUN_DIR": str(tmp_path)},
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2
-    assert address in line
+    assert done.returncode == EXIT_USAGE
+    assert named in line
 
 
 def test_a_worker_that_is_told_to_go_while_its_step_hangs_goes(pool: Pool, tiny: Path) -> None:
