@@ -65,7 +65,7 @@ class Link:
         inbox: the engine's.
         outbox: the engine's.
         watchdog: for a step that never returns.
-        log: for what the broker says wrongly.
+        log: for what the broker says wrongly and what can't be sent, each at most once a second.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Link:
         self._inbox = inbox
         self._outbox = outbox
         self._watchdog = watchdog
-        self._log = log
+        self._malformed = Seldom(lambda count, why: log.warning("malformed", messages=count, reason=why))
         self._unsent = Seldom(lambda count, why: log.warning("not sent", messages=count, reason=why))
         self._drain_grace_s: float | None = None
 
@@ -155,7 +155,7 @@ class Link:
                 _, header, body = p.split(frames)
                 message = p.decode_header(p.to_worker, header)
             except ProtocolError as problem:
-                self._log.warning("malformed", reason=problem.message)
+                self._malformed.note(problem.message)
                 continue
             self._session.on_message(message, body, now)
 

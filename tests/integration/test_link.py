@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import zmq
 
 from broker import frames
 from broker import protocol as p
-from broker.logs import Log
+from broker.logs import SELDOM_S, Log
 from gpu_worker import link
 from gpu_worker.exchange import Counters, StepOutput
 from gpu_worker.link import LINGER_MS, Link, Outbox
@@ -44,6 +45,11 @@ class Stand:
         self.link = Link(address, "", self.session, self.inbox, self.outbox, watchdog, log)
         self.thread = threading.Thread(target=self.link.run, name="link")
         self.thread.start()
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """What was logged of it."""
+        found = map(json.loads, self.log.getvalue().splitlines())
+        return [line for line in found if line["event"] == event]
 
     def leave(self) -> None:
         self.link.request_drain(0)
@@ -112,12 +118,46 @@ def test_what_the_broker_says_wrongly_is_logged_and_passed_over(
 ) -> None:
     stand = Stand(address)
     identity, _, _ = heard(broker)
-    for wrong in ([b""], [b"\xdd\x7f\xff\xff\xff"], [b"\x80\x04pickle"], [p.encode({"type": "nonsense"})]):
-        broker.send_multipart([identity, *wrong])
+    kinds = [[b""], [b"\xdd\x7f\xff\xff\xff"], [b"\x80\x04pickle"], [p.encode({"type": "nonsense"})]]
+    began, sent = time.monotonic(), 0
+    for _ in range(100):
+        for wrong in kinds:
+            broker.send_multipart([identity, *wrong])
+            sent += 1
     broker.send_multipart([identity, p.encode(p.BrokerBeat(session="s1"))])
     wait_for(lambda: "registered" in stand.log.getvalue(), "the worker to go on")
-    assert stand.log.getvalue().count('"malformed"') == 4
+    lines = stand.lines("malformed")
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - began) / SELDOM_S < sent
+    assert all(line["messages"] >= 1 and line["reason"] for line in lines)
     stand.leave()
+
+
+@pytest.mark.parametrize("kind", [[b""], [b"\x80\x04pickle"], [p.encode({"type": "nonsense"})]])
+def test_a_message_that_is_dropped_is_logged_with_its_reason(
+    address: str, broker: zmq.Socket[bytes], kind: list[bytes]
+) -> None:
+    stand = Stand(address)
+    identity, _, _ = heard(broker)
+    broker.send_multipart([identity, *kind])
+    wait_for(lambda: '"malformed"' in stand.log.getvalue(), "a line about it")
+    (line,) = stand.lines("malformed")
+    assert line["level"] == "warning" and line["reason"]
+    stand.leave()
+
+
+def test_what_can_not_be_sent_is_logged_once_a_second_at_the_most(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+        raise zmq.Again
+
+    monkeypatch.setattr(link, "send", full)
+    began, stand = time.monotonic(), Stand(address)
+    wait_for(lambda: '"not sent"' in stand.log.getvalue(), "a line about it")
+    stand.leave()
+    lines = stand.lines("not sent")
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - began) / SELDOM_S
+    assert "wait for the broker" in lines[0]["reason"]
 
 
 def test_c73_without_a_broker_it_still_leaves_within_its_linger(address: str) -> None:
