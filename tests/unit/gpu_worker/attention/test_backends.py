@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -138,6 +139,110 @@ def test_a_back_end_computes_attention(attend: Attend, plan: LayerPlan, dtype: t
 
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(answer.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+class Texts:
+    """Keys and values of whole texts, computed in steps over a cache that holds nothing but NaN at first."""
+
+    def __init__(self, plan: LayerPlan, dtype: torch.dtype, page_tokens: int) -> None:
+        draw = torch.Generator().manual_seed(5)
+        self.plan, self.page_tokens = plan, page_tokens
+        self.lengths = [context for _, context in ROWS]
+        self.query, self.key, self.value = (
+            [torch.randn(length, heads, dim, generator=draw).to(dtype) for length in self.lengths]
+            for heads, dim in (
+                (plan.query_heads, plan.key_dim),
+                (plan.kv_heads, plan.key_dim),
+                (plan.kv_heads, plan.value_dim),
+            )
+        )
+        self.sinks = torch.randn(plan.query_heads, generator=draw).to(dtype) if plan.sinks else None
+        width = max(-(-length // page_tokens) for length in self.lengths)
+        pages = torch.randperm(width * len(ROWS), generator=draw, dtype=torch.int32)
+        self.table = pages.view(len(ROWS), width)
+        shape = (width * len(ROWS), plan.kv_heads, page_tokens)
+        self.caches = [
+            torch.full((*shape, dim), torch.nan, dtype=dtype).transpose(1, 2)
+            for dim in (plan.key_dim, plan.value_dim)
+        ]
+
+    def step(self, first: list[int], end: list[int]) -> Tensor:
+        """Tokens [first, end) of each text; a text with none isn't in the step."""
+        rows = [row for row in range(len(ROWS)) if end[row] > first[row]]
+        counts = [end[row] - first[row] for row in rows]
+        slots = [
+            int(self.table[row, at // self.page_tokens]) * self.page_tokens + at % self.page_tokens
+            for row in rows
+            for at in range(first[row], end[row])
+        ]
+        paged = PagedInput(
+            slots=torch.tensor(slots),
+            query_start=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            context=torch.tensor([end[row] for row in rows], dtype=torch.int32),
+            page_table=self.table[rows].contiguous(),
+            query_lens=counts,
+            context_lens=[end[row] for row in rows],
+            most_query=max(counts),
+            most_context=max(end[row] for row in rows),
+            caches=[(self.caches[0], self.caches[1])],
+            layers=[self.plan],
+            attend=cpu.attend,
+        )
+        query, key, value = (
+            torch.cat([of[row][first[row] : end[row]] for row in rows])
+            for of in (self.query, self.key, self.value)
+        )
+        return cpu.attend(query, key, value, paged, 0, self.sinks)
+
+    def exact(self, row: int, position: int) -> Tensor:
+        """The answer at one position, in double precision."""
+        plan = self.plan
+        first = max(0, position - plan.window + 1) if plan.window else 0
+        heads = []
+        for head in range(plan.query_heads):
+            shared = head // (plan.query_heads // plan.kv_heads)
+            keys = self.key[row][first : position + 1, shared].double()
+            scores = keys @ self.query[row][position, head].double() * plan.scaling
+            if plan.softcap:
+                scores = plan.softcap * torch.tanh(scores / plan.softcap)
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks[head].double().view(1)])
+            weights = torch.softmax(scores, 0)[: len(keys)]
+            heads.append(weights @ self.value[row][first : position + 1, shared].double())
+        return torch.stack(heads)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16, 24, 48])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_cpu_kernel_finds_what_it_wrote_however_it_lays_out_its_pages(
+    plan: LayerPlan, dtype: torch.dtype, page_tokens: int
+) -> None:
+    texts = Texts(plan, dtype, page_tokens)
+    middle = [length - count for count, length in ROWS]
+    texts.step([0] * len(ROWS), middle)
+
+    answer = texts.step(middle, texts.lengths)
+
+    asked = [(row, at) for row, length in enumerate(texts.lengths) for at in range(middle[row], length)]
+    expected = torch.stack([texts.exact(row, at) for row, at in asked])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(answer.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_prompt_in_pieces_has_the_answer_of_the_whole_to_the_bit(plan: LayerPlan) -> None:
+    """So that a stream that goes on elsewhere, its text computed in other pieces, goes on alike."""
+    pieces, whole = (Texts(plan, torch.bfloat16, 16) for _ in range(2))
+    texts = [min(length, 40) for length in whole.lengths]
+    at_once = whole.step([0] * len(ROWS), whole.lengths)
+    first = pieces.step([0] * len(ROWS), texts)
+    last = pieces.step(texts, whole.lengths)
+    starts = [0, *itertools.accumulate(whole.lengths)]
+    cut = [0, *itertools.accumulate(texts)]
+    for row, end in enumerate(texts):
+        assert torch.equal(at_once[starts[row] : starts[row] + end], first[cut[row] : cut[row] + end])
+    assert torch.equal(at_once[starts[4] + 40 : starts[5]], last)
 
 
 def test_the_cpu_kernel_says_the_same_on_two_threads_as_on_one() -> None:
