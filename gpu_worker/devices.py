@@ -45,12 +45,14 @@ class Claim:
     Attributes:
         torch_name: ``cpu`` or ``cuda:N``.
         short_name: for a worker that has no name: gpu0, cpu0 …
-        uuids: of the GPUs; empty on a CPU.
+        indices: of the GPUs among the visible ones; empty on a CPU.
+        uuids: of the GPUs.
         locks: open descriptors that hold the claim.
     """
 
     torch_name: str
     short_name: str
+    indices: tuple[int, ...] = ()
     uuids: tuple[str, ...] = ()
     locks: tuple[int, ...] = ()
 
@@ -58,11 +60,6 @@ class Claim:
     def uuid(self) -> str:
         """All UUIDs as one name, for the broker."""
         return "+".join(self.uuids)
-
-    def release(self) -> None:
-        """Let the device go before the process ends."""
-        for lock in self.locks:
-            os.close(lock)
 
 
 def parse(text: str) -> Wish:
@@ -168,7 +165,17 @@ def _claim_gpus(indices: tuple[int, ...], directory: Path, share: bool, log: Log
             capability=f"{found.major}.{found.minor}",
         )  # fmt: skip
     name = "gpu" + "-".join(map(str, indices))
-    return Claim(f"cuda:{indices[0]}", name, tuple(uuids), tuple(locks))
+    return Claim(f"cuda:{indices[0]}", name, indices, tuple(uuids), tuple(locks))
+
+
+def least_free(indices: tuple[int, ...], free_and_total: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
+    """Free and total bytes of the one of these devices that has the smallest share of its memory free.
+
+    Args:
+        indices: of a claim, at least one; what others do on the rest of the devices is no concern of ours.
+        free_and_total: bytes of one device, such as `torch.cuda.mem_get_info`.
+    """
+    return min(map(free_and_total, indices), key=lambda found: found[0] / found[1])
 
 
 def wait_for_memory(
@@ -177,7 +184,7 @@ def wait_for_memory(
     """Wait until a device's memory is free, as after a crash whose memory the driver still holds.
 
     Args:
-        free_and_total: bytes, asked again and again.
+        free_and_total: bytes, asked again and again; of several devices, those of `least_free`.
         fraction: of the device's memory that we want to use.
         patience_s: how long; afterwards we go on with what there is.
         log: says that we wait, and for what.

@@ -49,7 +49,7 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
         MemoryError: there is no room for a KV cache.
     """
     device = torch.device(claim.torch_name)
-    _prepare(settings, device, log)
+    _prepare(settings, claim, log)
     loaded = load(settings, device, log)
     log.info("defaults", rule=describe_defaults(loaded.defaults))
     outbox = Outbox()
@@ -71,16 +71,13 @@ def serve(settings: WorkerSettings, claim: devices.Claim, name: str, log: Log) -
     return session.end, thread.is_alive()
 
 
-def _prepare(settings: WorkerSettings, device: torch.device, log: Log) -> None:
+def _prepare(settings: WorkerSettings, claim: devices.Claim, log: Log) -> None:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
-    if device.type == "cuda" and not settings.share_device:
-        devices.wait_for_memory(_fullest_card, settings.memory_fraction, settings.memory_wait_s, log)
-
-
-def _fullest_card() -> tuple[int, int]:
-    """Free and total bytes of the one of our cards that has the least room; others aren't visible to us."""
-    cards = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
-    return min(cards, key=lambda card: card[0] / card[1])
+    if claim.indices and not settings.share_device:
+        devices.wait_for_memory(
+            lambda: devices.least_free(claim.indices, torch.cuda.mem_get_info),
+            settings.memory_fraction, settings.memory_wait_s, log,
+        )  # fmt: skip
 
 
 def _engine(loaded: LoadedModel, settings: WorkerSettings, outbox: Outbox, log: Log) -> tuple[Engine, int]:

@@ -12,8 +12,18 @@ from types import SimpleNamespace
 import pytest
 
 from broker.logs import Log
-from gpu_worker import devices
-from gpu_worker.devices import DeviceError, Wish, claim, parse, prepare_environment, try_lock, wait_for_memory
+from gpu_worker import devices, serve
+from gpu_worker.devices import (
+    Claim,
+    DeviceError,
+    Wish,
+    claim,
+    parse,
+    prepare_environment,
+    try_lock,
+    wait_for_memory,
+)
+from gpu_worker.settings import WorkerSettings
 
 LOG = Log("test", stream=io.StringIO())
 
@@ -47,6 +57,12 @@ def test_indices_follow_the_bus_and_a_uuid_is_the_only_device() -> None:
     assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     prepare_environment(parse("GPU-abc"), environ)
     assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+
+
+def release(claimed: Claim) -> None:
+    """What the kernel does when the process that has it ends."""
+    for lock in claimed.locks:
+        os.close(lock)
 
 
 class FakeCuda:
@@ -83,8 +99,8 @@ def test_c60_a_device_has_one_worker_unless_sharing_is_allowed(tmp_path: Path) -
         claim(parse("cuda:0"), tmp_path, share=False, log=LOG)
     shared = claim(parse("0"), tmp_path, share=True, log=LOG)
     assert shared.torch_name == "cuda:0"
-    first.release()
-    claim(parse("0"), tmp_path, share=False, log=LOG).release()
+    release(first)
+    release(claim(parse("0"), tmp_path, share=False, log=LOG))
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -94,7 +110,7 @@ def test_auto_takes_the_first_device_that_nobody_has(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="no device is free"):
         claim(Wish("auto"), tmp_path, share=False, log=LOG)
     for c in claims:
-        c.release()
+        release(c)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -102,10 +118,10 @@ def test_one_model_over_two_devices_claims_both_or_none(tmp_path: Path) -> None:
     second = claim(parse("1"), tmp_path, share=False, log=LOG)
     with pytest.raises(DeviceError):
         claim(parse("0,1"), tmp_path, share=False, log=LOG)
-    second.release()
+    release(second)
     both = claim(parse("0,1"), tmp_path, share=False, log=LOG)
-    assert (both.torch_name, both.uuid) == ("cuda:0", "uuid-0+uuid-1")
-    both.release()
+    assert (both.torch_name, both.indices, both.uuid) == ("cuda:0", (0, 1), "uuid-0+uuid-1")
+    release(both)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -129,7 +145,7 @@ def test_cpu_workers_share_the_processor_under_names_of_their_own(tmp_path: Path
     assert [c.short_name for c in claims] == ["cpu0", "cpu1", "cpu2"]
     assert {c.uuid for c in claims} == {""}
     for c in claims:
-        c.release()
+        release(c)
 
 
 def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
@@ -152,6 +168,38 @@ def test_it_waits_until_a_dead_workers_memory_is_free() -> None:
     answers = iter([(1, 100), (50, 100), (95, 100)])
     assert wait_for_memory(lambda: next(answers), 0.9, 60, LOG)
     assert not wait_for_memory(lambda: (1, 100), 0.9, 0, LOG)
+
+
+@pytest.mark.parametrize(
+    ("indices", "fullest"),
+    [((0,), (90, 100)), ((1,), (100, 200)), ((0, 1), (100, 200)), ((2, 0), (90, 100)), ((3, 2, 1), (5, 100))],
+)
+def test_each_card_of_a_claim_counts_and_no_other(indices: tuple[int, ...], fullest: tuple[int, int]) -> None:
+    cards = {0: (90, 100), 1: (100, 200), 2: (95, 100), 3: (5, 100)}
+    assert devices.least_free(indices, cards.__getitem__) == fullest
+
+
+@pytest.mark.parametrize(("device", "waits_for"), [("0", {0}), ("1", {1}), ("0,1", {0, 1}), ("cpu", set())])
+@pytest.mark.usefixtures("two_gpus")
+def test_a_starting_worker_waits_for_the_memory_of_its_own_cards_alone(
+    device: str, waits_for: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    claimed = claim(parse(device), tmp_path, share=False, log=LOG)
+    asked: list[int] = []
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        asked.append(index)
+        return 15 * 2**30, 16 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    threads = torch.get_num_threads()
+    try:
+        serve._prepare(WorkerSettings(threads=threads), claimed, LOG)
+    finally:
+        release(claimed)
+    assert set(asked) == waits_for
 
 
 def test_c56_importing_us_and_calling_helpers_touches_no_cuda() -> None:
