@@ -153,7 +153,7 @@ class Job:
         for part in self._parts:
             chunks, part.chunks = part.chunks, []
             for chunk in chunks:
-                self._send(formatter.chunk(part.index, chunk))
+                self._send(formatter.chunk(part.index, chunk), echoed=_echoes(chunk))
             if part.outcome is not None:
                 self._send(formatter.end(part.index, part.outcome))
         if self._left == 0:
@@ -181,7 +181,7 @@ class Job:
         if not part.first_s:
             part.first_s = self._clock() - self._started
         if self._formatter is not None:
-            self._send(self._formatter.chunk(part.index, chunk))
+            self._send(self._formatter.chunk(part.index, chunk), echoed=_echoes(chunk))
             return
         part.chunks.append(chunk)
         self._note_first()
@@ -230,10 +230,10 @@ class Job:
         metrics.finished[outcome.finish_reason] += 1
         self.tokens += usage.prompt_tokens + usage.completion_tokens
 
-    def _send(self, events: bytes) -> None:
+    def _send(self, events: bytes, *, echoed: bool = False) -> None:
         if events and self._stream is not None:
             try:
-                self._stream.send(events)
+                self._stream.send(events, echoed=echoed)
             except SlowReader as problem:
                 self.fail(problem)
 
@@ -259,6 +259,10 @@ class Job:
     def _raise(self) -> None:
         if self.problem is not None:
             raise self.problem
+
+
+def _echoes(chunk: Chunk) -> bool:
+    return chunk.prompt_text is not None or chunk.prompt_logprobs is not None
 
 
 def _merged(chunks: Sequence[Chunk]) -> Chunk:

@@ -7,6 +7,7 @@ lets them grow past the bound is disconnected. Knows nothing of what the events 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Final
 
 from aiohttp import web
@@ -24,6 +25,8 @@ _HEAD: Final = (
     + b"X-Accel-Buffering: no\r\n"  # nginx: pass each event on as it comes
     + SAFE_HEADERS
 )
+#: What comes at once isn't held against its reader, up to so many times the bound.
+_AT_ONCE: Final = 64
 # Legal inside JSON, but readers that split lines as Python's str.splitlines does would cut there.
 _LINE_ENDS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 
@@ -45,7 +48,8 @@ class EventStream(web.StreamResponse):
 
     Args:
         request: what it answers.
-        buffer_bytes: unsent output at which the reader is too slow; a larger single event comes on top.
+        buffer_bytes: unsent output past which the reader is too slow; what comes at once,
+            an echoed prompt or one event larger than that, is on top.
         heartbeat_s: silence after which a comment is sent.
         extra: more header lines.
     """
@@ -59,7 +63,7 @@ class EventStream(web.StreamResponse):
         self._status = 200
         self._transport = transport
         self._buffer_bytes = buffer_bytes
-        self._allowed = buffer_bytes
+        self._excused = 0
         self._heartbeat_s = heartbeat_s
         self._chunks = request.version == HttpVersion11
         self._keep_alive = self._chunks and bool(request.keep_alive)
@@ -70,9 +74,14 @@ class EventStream(web.StreamResponse):
         framing = b"Transfer-Encoding: chunked\r\n" if self._chunks else b""
         closing = b"" if self._keep_alive else b"Connection: close\r\n"
         transport.write(b"".join((_HEAD, framing, closing, extra, b"\r\n")))
+        self._unread = transport.get_write_buffer_size()
 
-    def send(self, events: bytes) -> None:
+    def send(self, events: bytes, *, echoed: bool = False) -> None:
         """Send one or more whole events.
+
+        Args:
+            events: their bytes.
+            echoed: they repeat the prompt. All prompts of a list may come back in one moment.
 
         Raises:
             SlowReader: too much is unsent; the connection is cut.
@@ -80,13 +89,17 @@ class EventStream(web.StreamResponse):
         if self.closed:
             return
         self._wrote_at = self._loop.time()
-        self._transport.write(b"%x\r\n%s\r\n" % (len(events), events) if self._chunks else events)
-        if len(events) > self._buffer_bytes:
-            self._allowed += len(events)  # such as an echoed prompt: nobody can have read it yet
-        if self._transport.get_write_buffer_size() > self._allowed:
+        data = b"%x\r\n%s\r\n" % (len(events), events) if self._chunks else events
+        self._transport.write(data)
+        unread = self._transport.get_write_buffer_size()
+        if echoed or self._excused or len(data) > self._buffer_bytes:
+            at_once = len(data) if echoed or len(data) > self._buffer_bytes else 0
+            self._excuse(at_once, read=self._unread + len(data) - unread)
+        self._unread = unread
+        if unread > self._buffer_bytes + self._excused:
             self._close()
             self._transport.abort()
-            raise SlowReader(f"more than {self._allowed} bytes unread")
+            raise SlowReader(f"{unread} bytes unread")
 
     def end(self) -> None:
         """The stream ends well, or with an error that was sent: `[DONE]` and the end of the body."""
@@ -99,8 +112,9 @@ class EventStream(web.StreamResponse):
         """End with one event that says what went wrong after the headers had gone."""
         if self.closed:
             return
-        self.send(event(answer_to(problem).body()))
-        self._finish()
+        with contextlib.suppress(SlowReader):  # cut off, which is an end as well
+            self.send(event(answer_to(problem).body()))
+            self._finish()
 
     def drop(self) -> None:
         """Nothing more is sent; for when the client has gone."""
@@ -112,6 +126,11 @@ class EventStream(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Nothing is left to send."""
+
+    def _excuse(self, at_once: int, read: int) -> None:
+        """Count the unread bytes that are no fault of the reader's: more came at once, some were read."""
+        together = min(self._excused + at_once, _AT_ONCE * self._buffer_bytes)
+        self._excused = max(0, max(self._excused, together, at_once) - read)
 
     def _finish(self) -> None:
         self._close()

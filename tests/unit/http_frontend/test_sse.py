@@ -14,18 +14,19 @@ from http_frontend.sse import EventStream, SlowReader, event
 
 
 class FakeTransport:
-    """Keeps what is written; nobody reads it if `stuck`."""
+    """Keeps what is written; while it is `stuck`, nobody reads what comes after the first `read` bytes."""
 
     def __init__(self) -> None:
         self.sent = b""
         self.stuck = False
+        self.read = 0
         self.aborted = False
 
     def write(self, data: bytes) -> None:
         self.sent += data
 
     def get_write_buffer_size(self) -> int:
-        return len(self.sent) if self.stuck else 0
+        return len(self.sent) - self.read if self.stuck else 0
 
     def abort(self) -> None:
         self.aborted = True
@@ -82,6 +83,61 @@ async def test_an_event_larger_than_the_bound_is_not_held_against_its_reader() -
             stream.send(event(b"z" * 100))
     assert transport.aborted
     assert len(transport.sent) < 5000 + 5000 + 1000 + 1000
+
+
+async def test_echoed_prompts_are_not_held_against_their_reader_whatever_their_sizes() -> None:
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    for size in (400, 900, 985, 990, 2000, 10, 700):
+        stream.send(event(b"x" * size), echoed=True)
+        stream.send(event(b"{}"))
+    assert not stream.closed and not transport.aborted
+
+
+async def test_what_was_allowed_for_large_events_is_taken_back_when_they_have_been_read() -> None:
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    for _ in range(5):
+        stream.send(event(b"x" * 5000))
+        transport.read = len(transport.sent)
+    with pytest.raises(SlowReader):
+        for _ in range(100):
+            stream.send(event(b"z" * 100))
+    assert len(transport.sent) - transport.read < 1000 + 200
+
+
+@pytest.mark.parametrize("echoed", [False, True])
+async def test_a_slow_reader_of_large_events_is_dropped_as_well(echoed: bool) -> None:
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    with pytest.raises(SlowReader):
+        for _ in range(1000):
+            stream.send(event(b"x" * 5000), echoed=echoed)
+    assert transport.aborted
+    assert len(transport.sent) < 64 * 1000 + 2 * 5000
+
+
+async def test_one_event_of_any_size_fits() -> None:
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    stream.send(b": unread\n\n" * 60)
+    stream.send(event(b"x" * 200_000))
+    stream.send(event(b"{}"))
+    stream.end()
+    assert not transport.aborted
+
+
+async def test_an_error_that_no_longer_fits_cuts_the_stream_and_raises_nothing() -> None:
+    transport = FakeTransport()
+    transport.stuck = True
+    stream = open_stream(transport)
+    stream.send(b"x" * (1000 - len(transport.sent) - 10))
+    stream.fail(Unavailable("x"))
+    assert stream.closed and transport.aborted
 
 
 async def test_a_reader_past_the_bound_is_cut_off() -> None:

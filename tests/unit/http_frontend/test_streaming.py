@@ -254,6 +254,22 @@ async def test_c28_a_slow_reader_is_dropped_and_fast_ones_dont_notice() -> None:
         assert (await served.events(CHAT))[-1] == "[DONE]"
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_echoed_prompts_of_any_size_reach_a_reader_who_takes_them() -> None:
+    prompts = ["word " * count for count in [12_900] * 60]
+
+    def script(got: Submitted) -> None:
+        got.say("x", prompt_text=got.request.prompt)
+        got.end()
+
+    async with serving(FakePool(script), stream_buffer_bytes=65536) as served:
+        events = await served.events(COMPLETIONS, prompt=prompts, echo=True, max_tokens=1)
+        assert events[-1] == "[DONE]"
+        choices = [event["choices"][0] for event in events[:-1]]
+        texts = ["".join(c["text"] for c in choices if c["index"] == i) for i in range(len(prompts))]
+        assert texts == [prompt + "x" for prompt in prompts]
+
+
 async def test_http_1_0_gets_a_stream_that_ends_with_the_connection() -> None:
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
