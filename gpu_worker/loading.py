@@ -8,9 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +22,7 @@ import torch
 from broker.logs import Log
 from broker.protocol import Params
 
+from .scratch import scratch, sweep
 from .settings import WorkerSettings
 from .source import LoadError as LoadError
 from .source import check_model
@@ -221,44 +219,30 @@ def converted(gguf: Path, settings: WorkerSettings, log: Log) -> Path:
     """The folder with a GGUF file's weights as safetensors, made once and then reused.
 
     Safe when two workers start at the same time: each converts into a folder of its own, the first to
-    rename it wins.
+    rename it wins. What is left of conversions whose process was killed goes at the next start.
 
     Raises:
-        LoadError: it isn't a GGUF file that transformers can read.
+        LoadError: it isn't a GGUF file that transformers can read, or the cache can't be written.
     """
     found = gguf.stat()
     facts = f"{CACHE_VERSION} {gguf.name} {found.st_size} {found.st_mtime_ns} {_first_mib(gguf)}"
     folder = cache_folder(settings) / "gguf" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    sweep(folder.parent)
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     log.info("converting", file=gguf.name, mib=found.st_size // _MIB)
-    _sweep(folder.parent)
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_scratch()}{os.getpid()}-"))
     try:
-        _convert(gguf, made, log)
-        made.rename(folder)
-    except OSError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with scratch(folder.parent) as made:
+            _convert(gguf, made, log)
+            made.rename(folder)
+    except OSError as problem:
         if not (folder / "config.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+            where = cache_folder(settings)
+            raise LoadError(f"--cache-dir: {where} can't be written: {problem.strerror or problem}") from None
     log.info("converted", file=gguf.name, seconds=round(time.monotonic() - began, 1))
     return folder
-
-
-def _sweep(directory: Path) -> None:
-    """Remove what conversions left here whose process was stopped or killed."""
-    for left in directory.glob(f"{_scratch()}*"):
-        pid = left.name.removeprefix(_scratch()).partition("-")[0]
-        if not Path("/proc", pid).exists():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _scratch() -> str:
-    """How the folders of this host's conversions begin; the process's id follows."""
-    return f"converting-{socket.gethostname()}-"
 
 
 def _convert(gguf: Path, target: Path, log: Log) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from broker.errors import RequestFailed
 from gpu_worker.__main__ import EXIT_USAGE
+from gpu_worker.scratch import PREFIX
 from tests.integration.hanging_worker import HANGS_ON
 from tests.integration.test_worker import LOAD_S, start_worker, tiny_flags
 from tests.pool import ROOT, Pool, wait_for
@@ -67,6 +68,17 @@ def test_an_address_that_can_not_be_is_found_before_the_model_is_loaded(
     (line,) = done.stderr.splitlines()
     assert done.returncode == EXIT_USAGE
     assert named in line
+
+
+def test_a_worker_that_is_told_to_go_while_it_converts_a_file_leaves_nothing(
+    pool: Pool, tmp_path: Path
+) -> None:
+    command = ["-m", "gpu_worker", "--device", "cpu", "--name", "w0", "--no-compile"]
+    process = pool.start("w0", *command, "--cache-dir", str(tmp_path))
+    wait_for(lambda: list(tmp_path.glob(f"gguf/{PREFIX}*")), "the conversion to begin", LOAD_S)
+    process.terminate()
+    assert process.wait(30) == 0
+    assert list((tmp_path / "gguf").iterdir()) == []
 
 
 def test_a_worker_that_is_told_to_go_while_its_step_hangs_goes(pool: Pool, tiny: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from broker.logs import Log
 from gpu_worker import loading
 from gpu_worker.loading import LoadError, SamplingDefaults, load
+from gpu_worker.scratch import PREFIX
 from gpu_worker.settings import WorkerSettings
+from tests.pool import wait_for
 from tests.unit.gpu_worker.tokenizers import byte_level
 
 CPU = torch.device("cpu")
@@ -210,19 +209,71 @@ def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "gguf").iterdir()) == [], "nothing half converted stays"
 
 
-def test_what_a_killed_conversion_left_is_swept_and_a_running_one_isnt(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    gguf, host = tmp_path / "cache" / "gguf", socket.gethostname()
-    running, elsewhere = gguf / f"converting-{host}-{os.getpid()}-x", gguf / "converting-other.host-1-x"
-    for folder in (gguf / f"converting-{host}-{ended.pid}-abc", running, elsewhere):
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").touch()
-    path = tmp_path / "broken.gguf"
+def prepared(folder: Path) -> Callable[[Path, Path, Log], None]:
+    """In the place of a conversion: its result is there already."""
+
+    def convert(gguf: Path, target: Path, log: Log) -> None:
+        shutil.copytree(folder, target, dirs_exist_ok=True)
+
+    return convert
+
+
+def gguf_file(directory: Path) -> Path:
+    path = directory / "model.gguf"
     path.write_bytes(b"not a model")
-    with pytest.raises(LoadError):
-        load(settings(path, cache_dir=str(tmp_path / "cache")), CPU, quiet())
-    assert sorted(gguf.iterdir()) == sorted([running, elsewhere])
+    return path
+
+
+def test_what_a_killed_conversion_left_goes_whether_or_not_there_is_something_to_convert(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_convert", prepared(folder))
+    chosen = settings(gguf_file(tmp_path), cache_dir=str(tmp_path / "cache"))
+    for _ in range(2):
+        left = tmp_path / "cache" / "gguf" / f"{PREFIX}abc"
+        left.mkdir(parents=True)
+        (left / "model.safetensors").touch()
+        source = loading.locate(chosen.model, chosen, quiet())
+        assert list(left.parent.iterdir()) == [Path(source)]
+
+
+def test_a_conversion_that_another_worker_has_finished_meanwhile_is_as_good(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings(gguf_file(tmp_path), cache_dir=str(tmp_path / "cache"))
+    convert, others = prepared(folder), []
+
+    def slow(gguf: Path, target: Path, log: Log) -> None:
+        monkeypatch.setattr(loading, "_convert", convert)
+        others.append(loading.locate(chosen.model, chosen, quiet()))
+        convert(gguf, target, log)
+
+    monkeypatch.setattr(loading, "_convert", slow)
+    source = loading.locate(chosen.model, chosen, quiet())
+    assert others == [source] and list((tmp_path / "cache" / "gguf").iterdir()) == [Path(source)]
+
+
+def test_a_cache_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    chosen = settings(gguf_file(tmp_path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(LoadError, match="--cache-dir: .*cache can't be written: Not a directory"):
+        load(chosen, CPU, quiet())
+
+
+def test_a_long_conversion_is_called_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PROGRESS_S", 0.001)
+    out = io.StringIO()
+
+    def convert(gguf: Path, target: Path, log: Log) -> None:
+        wait_for(lambda: "still loading" in out.getvalue(), "a word about it")
+        prepared(folder)(gguf, target, log)
+
+    monkeypatch.setattr(loading, "_convert", convert)
+    load(settings(gguf_file(tmp_path), cache_dir=str(tmp_path / "cache")), CPU, Log("test", stream=out))
+    told = [line for line in map(json.loads, out.getvalue().splitlines()) if line["event"] == "still loading"]
+    assert told[0]["stage"] == "converting the GGUF file"
 
 
 @pytest.mark.parametrize(
