@@ -140,6 +140,21 @@ def test_the_weight_of_a_packed_layer_tells_its_shape_and_spoils_what_is_compute
     assert nn.functional.linear(torch.ones(1, 8, dtype=torch.bfloat16), layer.weight).isnan().all()
 
 
+def test_all_packed_weights_lie_in_one_piece_one_after_the_other() -> None:
+    model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 5), nn.Linear(5, 33)).to(torch.bfloat16)
+    sizes = [linears.packed_elements(module) for module in model]
+    x = torch.randn(3, 8).bfloat16()
+    with torch.inference_mode():
+        exact = model(x)
+        assert linears.use_kernels(model) == 3
+        assert_close(model(x), exact.double())
+    packed = [module.packed for module in model if isinstance(module, PackedLinear)]
+    first = packed[0].data_ptr()
+    assert sizes == [512, 0, 1280, 384]
+    assert [tensor.data_ptr() - first for tensor in packed] == [0, 2 * 512, 2 * (512 + 1280)]
+    assert first % (2 * 2**20) == 0
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_packed_layer_built_from_the_shape_alone_has_the_same_tensors(bias: bool) -> None:
     model = nn.Sequential(nn.Linear(7, 33, bias=bias).to(torch.bfloat16))
