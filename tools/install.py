@@ -6,8 +6,9 @@
 Does nothing, quickly, when the lock files are the ones that were installed before.
 
 torch is chosen by the machine: with an NVIDIA GPU the pinned release as it is; without one its CPU build
-if pip's configured sources have it (set TORCH_INDEX to add one), since the other is gigabytes of CUDA. The
-CUDA libraries stand in no lock file of ours: each release of torch names their exact versions itself.
+if pip's configured sources have it (set TORCH_INDEX to add one), since the other is gigabytes of CUDA. What
+the CUDA build needs besides (its libraries, triton) pip takes from torch's own metadata; torch leaves a few
+of those versions open, so cuda.lock bounds them all. It installs nothing by itself.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def version_of(environment: Path) -> tuple[int, ...]:
 def digest(name: str) -> str:
     """What the set depends on: its lock file, this interpreter, whether there is a GPU."""
     facts = f"{sys.version_info[:2]} {sysconfig.get_platform()} {has_gpu()} {Path(__file__).read_text()}"
+    if name == "run":
+        facts += lock_file("cuda").read_text()
     return hashlib.sha256(lock_file(name).read_bytes() + facts.encode()).hexdigest()
 
 
@@ -99,12 +102,12 @@ def install(name: str) -> None:
 def install_torch() -> None:
     """Install the pinned torch in the build that fits the machine, with its own dependencies."""
     extra = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
-    bounds = ["-c", str(lock_file("run"))]
+    bounds = ["-c", str(lock_file("run")), "-c", str(lock_file("cuda"))]
     if has_gpu():
         pip("install", *extra, *bounds, f"torch==={TORCH}")
         return
     try:
-        pip("install", *extra, *bounds, f"torch==={TORCH}+cpu")
+        pip("install", *extra, *bounds, f"torch==={TORCH}+cpu", silent=True)
     except subprocess.CalledProcessError:
         print(f"pip's sources have no CPU build of torch {TORCH}: taking the CUDA build, gigabytes large."
               " Set TORCH_INDEX to an index that has CPU builds to avoid it.", flush=True)  # fmt: skip
@@ -121,10 +124,21 @@ def lock_file(name: str) -> Path:
     return HERE / f"{name}.lock"
 
 
-def pip(*args: str) -> None:
-    """Run the environment's pip; raises CalledProcessError."""
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore"})
+def pip(*args: str, silent: bool = False) -> None:
+    """Run the environment's pip, which prints errors only.
+
+    Args:
+        args: its arguments.
+        silent: not even those, for what may fail.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check", *args]
+    environment = {**os.environ, "PIP_ROOT_USER_ACTION": "ignore"}
+    subprocess.run(
+        command, check=True, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL if silent else None
+    )
 
 
 if __name__ == "__main__":

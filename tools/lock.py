@@ -6,6 +6,7 @@ its own dependencies compile for minutes and aren't needed, so all sets install 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import tempfile
 import venv
@@ -21,7 +22,7 @@ HEADER: Final = (
 
 
 def main() -> None:
-    """Write run.lock and dev.lock beside this file."""
+    """Write run.lock, dev.lock and cuda.lock beside this file."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
@@ -32,6 +33,7 @@ def main() -> None:
         dev = [line for line in freeze(python) if line not in run]
         write("run", [*run, MODEL])
         write("dev", dev)
+        write("cuda", cuda(python, run))
 
 
 def pip(python: Path, *args: str) -> None:
@@ -39,12 +41,25 @@ def pip(python: Path, *args: str) -> None:
     subprocess.run([python, "-m", "pip", "--quiet", *args], check=True)
 
 
-def freeze(python: Path) -> list[str]:
-    """Everything installed, without ourselves and without torch's build."""
-    out = subprocess.run([python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True)
-    lines = [
-        line for line in out.stdout.splitlines() if not line.startswith(("loadonce", "pip==", "nvidia-"))
+def cuda(python: Path, run: list[str]) -> list[str]:
+    """What torch's CUDA build needs beyond the run set, found without installing it."""
+    wanted = ["-c", str(HERE / "run.lock"), f"torch==={TORCH}"]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    out = subprocess.run([*command, "--report", "-", *wanted], check=True, capture_output=True, text=True)
+    found = [item["metadata"] for item in json.loads(out.stdout)["install"]]
+    ours = {line.partition("==")[0].lower().replace("_", "-") for line in run}
+    return [
+        f"{package['name']}=={package['version']}"
+        for package in found
+        if package["name"].lower().replace("_", "-") not in ours
     ]
+
+
+def freeze(python: Path) -> list[str]:
+    """Everything installed, without ourselves, torch's build and what the CUDA one needs."""
+    out = subprocess.run([python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True)
+    left_out = ("loadonce", "pip==", "nvidia-", "cuda-", "triton==")
+    lines = [line for line in out.stdout.splitlines() if not line.startswith(left_out)]
     return [line.split("+")[0] if line.startswith("torch==") else line for line in lines]
 
 

@@ -226,12 +226,21 @@ def test_the_dockerfile_copies_nothing_strange_and_runs_as_nobody_special() -> N
     assert "install:" in (ROOT / "Makefile").read_text()
 
 
+def test_an_image_holds_nothing_of_the_machine_that_built_it() -> None:
+    """Git's own list of what isn't the repository's, and keys, stay out of `COPY . .`."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    left_out = {line.strip("*/") for line in lines if line and line[0] not in "#!"}
+    assert {".git", ".venv", "run", "node_modules", "keys.json"} <= left_out
+    assert "!run/.gitkeep" in lines, "the image needs the folder"
+
+
 def test_the_compose_file_publishes_to_this_host_only_and_waits_long_enough() -> None:
     yaml = pytest.importorskip("yaml")
     service = yaml.safe_load((ROOT / "deploy" / "compose.yml").read_text())["services"]["loadonce"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert int(service["stop_grace_period"].rstrip("s")) > 95
-    assert "LOADONCE_WORKER_COUNT" in service["environment"], "one worker for each GPU that is reserved"
+    (gpus,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert service["environment"]["LOADONCE_WORKER_COUNT"] == gpus["count"], "one worker for each GPU"
     image = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "LOADONCE_WORKER_COUNT=1" in image, "container.conf reads it: unset, it stops supervisord"
     assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).exists()

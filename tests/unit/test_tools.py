@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pip as pip_package
 import pytest
 
 from tools import install, shape
@@ -20,7 +21,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ..
     python.touch()
     (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"home = x\nversion = {sys.version.split()[0]}\n")
     monkeypatch.setattr(install, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(install, "pip", lambda *args: made.append(args))
+    monkeypatch.setattr(install, "pip", lambda *args, silent=False: made.append(args))
     monkeypatch.delenv("TORCH_INDEX", raising=False)
     return made
 
@@ -80,7 +81,7 @@ def test_where_there_is_no_cpu_build_the_other_one_serves(
 ) -> None:
     asked: list[str] = []
 
-    def pip(*args: str) -> None:
+    def pip(*args: str, silent: bool = False) -> None:
         asked.append(args[-1])
         if args[-1].endswith("+cpu"):
             raise subprocess.CalledProcessError(1, ["pip"])
@@ -95,7 +96,7 @@ def test_where_there_is_no_cpu_build_the_other_one_serves(
 def test_a_failed_install_is_said_and_not_remembered(
     calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pip(*args: str) -> None:
+    def pip(*args: str, silent: bool = False) -> None:
         raise subprocess.CalledProcessError(1, ["pip", *args])
 
     monkeypatch.setattr(install, "pip", pip)
@@ -103,8 +104,50 @@ def test_a_failed_install_is_said_and_not_remembered(
     assert install.installed(install.VENV / ".installed") == {}
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_versions_that_torch_leaves_open_are_bounded_whichever_build_it_is(
+    calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(install, "has_gpu", lambda: gpu)
+    install.install_torch()
+    assert all(str(install.lock_file("cuda")) in call for call in calls)
+    bounded = {line.partition("==")[0] for line in install.lock_file("cuda").read_text().splitlines()}
+    assert {"cuda-bindings", "cuda-pathfinder", "nvidia-nvjitlink"} <= bounded
+
+
+def test_another_bound_on_the_cuda_libraries_installs_again(
+    calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install.main(["run"])
+    calls.clear()
+    for name in ("run", "cuda"):
+        (tmp_path / f"{name}.lock").write_text(install.lock_file(name).read_text())
+    monkeypatch.setattr(install, "HERE", tmp_path)
+    assert install.main(["run"]) == 0
+    assert calls == []
+    (tmp_path / "cuda.lock").write_text("triton==3.8.0\n")
+    assert install.main(["run"]) == 0
+    assert calls
+
+
+def test_pip_prints_errors_only_and_none_where_a_failure_is_expected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(pip_package.__file__).parents[1]))
+    for silent in (False, True):
+        with pytest.raises(subprocess.CalledProcessError):
+            install.pip("install", "--no-index", "no-such-package", silent=silent)
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert ("no-such-package" in said.err) is not silent
+        assert "WARNING" not in said.err
+
+
 def test_every_locked_version_is_exact() -> None:
-    for name in ("run", "dev"):
+    for name in ("run", "dev", "cuda"):
         lines = [line for line in install.lock_file(name).read_text().splitlines() if line[:1] != "#"]
         assert lines and all(line.count("==") == 1 for line in lines), name
 
