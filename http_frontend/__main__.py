@@ -31,6 +31,7 @@ from http_frontend.limits import Hosts, Origins, is_loopback
 from http_frontend.metrics import Siblings, merge
 from http_frontend.server import Server, answers, bind
 from http_frontend.settings import FrontendSettings
+from http_frontend.spans import open_spans
 from http_frontend.tracing import AccessLog
 
 EXIT_USAGE: Final = options.EXIT_USAGE  # 2: a setting that can't be used
@@ -42,6 +43,7 @@ EXIT_FAULT: Final = 70  # a part of us has failed; supervisord starts us again
 PROG: Final = "python -m http_frontend"
 GC_THRESHOLDS: Final = (20_000, 20, 20)  # Python's own run the collector every few requests
 KEYS_RELOAD_S: Final = 1.0
+SPANS_S: Final = 2.0  # how long the last spans may take to be sent
 FIRST_ANSWER_S: Final = 2.0  # how long we wait for a broker before we listen without one
 
 
@@ -165,6 +167,7 @@ async def _serve(
     pool.close()
     context.term()
     frontend.access.flush()
+    frontend.spans.flush(SPANS_S)
     log.info("stopped")
     return code
 
@@ -179,6 +182,7 @@ def _wire(settings: FrontendSettings, keys: Keys | None, pool: AsyncClient, log:
         keys=keys,
         hosts=Hosts(settings.allowed_hosts, loopback=is_loopback(settings.host)),
         origins=Origins(settings.cors_origins),
+        spans=open_spans(os.environ, log),
     )
 
 

@@ -17,8 +17,9 @@ from http_frontend.keys import Keys
 from http_frontend.limits import Hosts, Origins, Rates
 from http_frontend.metrics import Metrics
 from http_frontend.settings import FrontendSettings
+from http_frontend.spans import Spans
 from http_frontend.sse import EventStream
-from http_frontend.tracing import AccessLog, RequestIds, Spans
+from http_frontend.tracing import AccessLog, RequestIds
 from http_frontend.validate import Ask
 
 

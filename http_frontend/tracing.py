@@ -1,13 +1,8 @@
-"""Request ids, W3C trace context, and the access log. Never writes prompts.
-
-Where the package ``opentelemetry-api`` is installed, each request is also a span of whatever exporter the
-operator has configured; without it, nothing here changes but that.
-"""
+"""Request ids, W3C trace context, and the access log. Never writes prompts."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import json
 import os
@@ -16,7 +11,7 @@ import secrets
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import msgspec
 
@@ -96,39 +91,3 @@ class AccessLog:
             self._stream.flush()
         except (OSError, ValueError):
             return  # as in broker.logs: a full disk must not stop serving
-
-
-class Spans:
-    """OpenTelemetry spans, if the package is there."""
-
-    def __init__(self) -> None:
-        self._tracer: Any = None
-        self._propagate: Any = None
-        try:
-            self._tracer = importlib.import_module("opentelemetry.trace").get_tracer("loadonce.http_frontend")
-            self._propagate = importlib.import_module("opentelemetry.propagate")
-        except ImportError:
-            return
-
-    @property
-    def installed(self) -> bool:
-        """Whether the package is there."""
-        return self._tracer is not None
-
-    def start(self, route: str, method: str, parent: str) -> tuple[Any, str]:
-        """Begin a span; returns it (None without the package) and the traceparent to hand on."""
-        if self._tracer is None:
-            return None, parent
-        context = self._propagate.extract({"traceparent": parent} if parent else {})
-        span = self._tracer.start_span(f"{method} {route}", context=context)
-        carrier: dict[str, str] = {}
-        trace = importlib.import_module("opentelemetry.trace")
-        self._propagate.inject(carrier, context=trace.set_span_in_context(span, context))
-        return span, carrier.get("traceparent", parent)
-
-    def end(self, span: Any, status: int, model: str) -> None:
-        """End it."""
-        if span is not None:
-            span.set_attribute("http.response.status_code", status)
-            span.set_attribute("gen_ai.request.model", model)
-            span.end()

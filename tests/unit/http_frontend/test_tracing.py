@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from http_frontend.tracing import AccessLog, RequestIds, Spans, traceparent
+from http_frontend.tracing import AccessLog, RequestIds, traceparent
 
 
 def test_ids_differ() -> None:
@@ -67,53 +64,3 @@ async def test_above_info_nothing_is_written() -> None:
     log.write({"path": "/a"})
     log.flush()
     assert out.getvalue() == ""
-
-
-def test_without_opentelemetry_the_callers_context_is_handed_on() -> None:
-    spans = Spans()
-    if spans.installed:
-        pytest.skip("opentelemetry is installed here")
-    span, parent = spans.start("/x", "GET", GOOD)
-    assert parent == GOOD
-    spans.end(span, 200, "m")
-
-
-class FakeSpan:
-    """What the package's spans can do, as far as we use it."""
-
-    def __init__(self, name: str, context: Any) -> None:
-        self.name, self.context = name, context
-        self.attributes: dict[str, Any] = {}
-        self.ended = False
-
-    def set_attribute(self, name: str, value: Any) -> None:
-        self.attributes[name] = value
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_with_opentelemetry_each_request_is_a_span_and_the_worker_its_child(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tracer = SimpleNamespace(start_span=lambda name, context: FakeSpan(name, context))
-    trace = SimpleNamespace(
-        get_tracer=lambda name: tracer, set_span_in_context=lambda span, context: (span, context)
-    )
-    child = GOOD.replace("b7ad6b7169203331", "00f067aa0ba902b7")
-    propagate = SimpleNamespace(
-        extract=lambda carrier: dict(carrier),
-        inject=lambda carrier, context: carrier.update(traceparent=child),
-    )
-    monkeypatch.setitem(sys.modules, "opentelemetry", SimpleNamespace(trace=trace, propagate=propagate))
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", trace)
-    monkeypatch.setitem(sys.modules, "opentelemetry.propagate", propagate)
-    spans = Spans()
-    assert spans.installed
-    span, parent = spans.start("/v1/completions", "POST", GOOD)
-    assert parent == child
-    assert span.name == "POST /v1/completions"
-    assert span.context == {"traceparent": GOOD}
-    spans.end(span, 200, "m")
-    assert span.ended
-    assert span.attributes == {"http.response.status_code": 200, "gen_ai.request.model": "m"}
