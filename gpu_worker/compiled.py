@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from . import native
 from .attention import LayerPlan, PagedInput, cpu, plug_in
+from .fused import GatedMlp, NormShape, RmsNorm, gated_names, norm_shapes
 from .linears import Nf4Linear, Nf4Shape, PackedLinear, PackedShape, nf4_shapes, packed_shapes
 
 #: Raised when what the library expects of its caller changes.
@@ -53,6 +54,8 @@ class Job(msgspec.Struct, frozen=True):
     small: dict[str, list[float]]  # values of the smallest ones, which the compiler makes part of its code
     nf4: dict[str, Nf4Shape]  # the model's 4-bit layers
     packed: dict[str, PackedShape]  # and those whose weight is packed
+    norms: dict[str, NormShape]  # its fused norms
+    gated: list[str]  # and feed-forward layers
     layers: list[LayerPlan]
     page_tokens: int
     selects: bool  # the model's forward takes `logits_to_keep`
@@ -103,6 +106,8 @@ def job_for(
         },
         nf4=nf4_shapes(model),
         packed=packed_shapes(model),
+        norms=norm_shapes(model),
+        gated=gated_names(model),
         layers=list(layers),
         page_tokens=page_tokens,
         selects=selects,
@@ -242,6 +247,10 @@ def _build(job: Job) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder)
     with transformers.initialization.no_init_weights():
         model = getattr(transformers, job.model_class)._from_config(config, dtype=getattr(torch, job.dtype))
+    for name in job.gated:
+        model.set_submodule(name, GatedMlp.empty())
+    for name, norm in job.norms.items():
+        model.set_submodule(name, RmsNorm.like(norm))
     for name, shape in job.nf4.items():
         model.set_submodule(name, Nf4Linear.like(shape))
     for name, kind in job.packed.items():

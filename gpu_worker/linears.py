@@ -8,6 +8,7 @@ processor with bfloat16 dot products; elsewhere nothing is changed.
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 from typing import Any, Final
 
 import torch
@@ -19,20 +20,35 @@ _LARGE_PAGE: Final = 2 * 2**20  # bytes
 _MADV_HUGEPAGE: Final = 14
 
 
+class Gate(IntEnum):
+    """What becomes of a layer's results; as in native/packed.cpp."""
+
+    NONE = 0
+    SILU = 1  # two layers in one: silu(first) * second
+    GELU_TANH = 2
+
+
 class PackedShape(Struct, frozen=True):
     """What a packed layer is besides its values: as much as another process needs to build one like it."""
 
     depth: int
-    columns: int
-    bias: bool
-    wide: bool  # answers in float32
+    columns: int  # of the result
+    bias: bool = False
+    wide: bool = False  # answers in float32
+    gate: Gate = Gate.NONE
+
+    @property
+    def packed(self) -> tuple[int, int, int, int]:
+        """The shape of the packed weight."""
+        of_a_panel = PANEL if self.gate is Gate.NONE else PANEL // 2
+        return -(-self.columns // of_a_panel), -(-self.depth // 2), PANEL, 2
 
 
 class PackedLinear(nn.Module):
-    """x · weightᵀ + bias in bfloat16, the weight in panels of columns.
+    """x · weightᵀ + bias in bfloat16, the weight in panels of columns; or two such layers and a gate.
 
     Attributes:
-        packed: bfloat16 [⌈columns / 32⌉, ⌈depth / 2⌉, 32, 2].
+        packed: bfloat16 [panels, ⌈depth / 2⌉, 32, 2], a panel being 32 columns, or 16 of each of two weights.
     """
 
     def __init__(self, shape: PackedShape, packed: Tensor, bias: Tensor | None) -> None:
@@ -50,36 +66,39 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """bfloat16 [..., depth] → [..., columns], float32 where the shape says `wide`."""
         shape = self.shape
+        if shape.gate is not Gate.NONE:
+            return torch.ops.loadonce.packed_gated(x, self.packed, shape.columns, int(shape.gate))
         return torch.ops.loadonce.packed_linear(x, self.packed, self.bias, shape.columns, shape.wide)
 
     @classmethod
-    def of(cls, layer: nn.Linear, *, wide: bool = False, room: Tensor | None = None) -> PackedLinear:
-        """The same layer; of a weight that is shared with an embedding this makes a copy.
+    def of(cls, layer: nn.Linear, *, wide: bool = False) -> PackedLinear:
+        """The same layer, which is in bfloat16; `wide`: answering in float32.
 
-        Args:
-            layer: in bfloat16.
-            wide: answers in float32.
-            room: where the packed weight goes, bfloat16 [`packed_elements(layer)`].
+        Of a weight that is shared with an embedding this makes a copy.
         """
-        made = cls.like(
-            PackedShape(layer.in_features, layer.out_features, layer.bias is not None, wide), room
-        )
-        weight = layer.weight.detach()
-        to_fill = (0, -layer.in_features % 2, 0, -layer.out_features % PANEL)
-        if any(to_fill):
-            weight = nn.functional.pad(weight, to_fill)
-        made.packed.copy_(weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2))
-        made.bias = None if layer.bias is None else layer.bias.detach()
-        return made
+        shape = PackedShape(layer.in_features, layer.out_features, layer.bias is not None, wide)
+        return cls(shape, _packed(layer.weight, PANEL), None if layer.bias is None else layer.bias.detach())
 
     @classmethod
-    def like(cls, shape: PackedShape, room: Tensor | None = None) -> PackedLinear:
+    def gated(cls, gate: Tensor, up: Tensor, kind: Gate) -> PackedLinear:
+        """activation(x · gateᵀ) * (x · upᵀ), both weights bfloat16 [columns, depth]."""
+        shape = PackedShape(gate.shape[1], gate.shape[0], gate=kind)
+        return cls(shape, torch.cat([_packed(weight, PANEL // 2) for weight in (gate, up)], dim=2), None)
+
+    @classmethod
+    def like(cls, shape: PackedShape) -> PackedLinear:
         """One with tensors of the right kind and no values."""
-        panels, pairs = -(-shape.columns // PANEL), -(-shape.depth // 2)
-        if room is None:
-            room = torch.empty(panels * pairs * PANEL * 2, dtype=torch.bfloat16)
         bias = torch.empty(shape.columns, dtype=torch.bfloat16) if shape.bias else None
-        return cls(shape, room.view(panels, pairs, PANEL, 2), bias)
+        return cls(shape, torch.empty(shape.packed, dtype=torch.bfloat16), bias)
+
+
+def _packed(weight: Tensor, columns: int) -> Tensor:
+    """bfloat16 [out, in] → [panels, ⌈in / 2⌉, columns, 2], filled up with zeros."""
+    weight = weight.detach()
+    to_fill = (0, -weight.shape[1] % 2, 0, -weight.shape[0] % columns)
+    if any(to_fill):
+        weight = nn.functional.pad(weight, to_fill)
+    return weight.view(-1, columns, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 class Nf4Shape(Struct, frozen=True):
@@ -137,40 +156,36 @@ def use_kernels(model: nn.Module) -> int:
     """
     if not torch.ops.loadonce.has_bf16_dot():
         return 0
-    changed, at = 0, 0
+    changed = 0
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    modules = list(model.named_modules())
-    arena = _on_large_pages(sum(packed_elements(module) for _, module in modules))
-    for name, module in modules:
-        if (size := packed_elements(module)) and isinstance(module, nn.Linear):
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16:
             # Logits in float32: rounded ones would make near rivals equal.
-            packed = PackedLinear.of(module, wide=module is head, room=arena[at : at + size])
-            model.set_submodule(name, packed)
-            changed, at = changed + 1, at + size
+            model.set_submodule(name, PackedLinear.of(module, wide=module is head))
+            changed += 1
         elif (quantised := _nf4(module)) is not None:
             model.set_submodule(name, quantised)
             changed += 1
     return changed
 
 
-def packed_elements(module: nn.Module) -> int:
-    """How many numbers a layer's packed weight has; 0 for a layer that isn't packed."""
-    if type(module) is not nn.Linear or module.weight.dtype != torch.bfloat16:
-        return 0
-    return -(-module.out_features // PANEL) * PANEL * (module.in_features + module.in_features % 2)
+def gather(model: nn.Module) -> None:
+    """Move all packed weights into one piece of memory, in the model's order.
 
-
-def _on_large_pages(elements: int) -> Tensor:
-    """bfloat16 [elements]: all weights in one piece, which a step reads from one end to the other.
-
-    On pages of 2 MiB that takes a tenth less time than on those of 4 KiB; the kernel is free not to give any.
+    A step reads them from one end to the other. On pages of 2 MiB that takes a tenth less time than on those
+    of 4 KiB; the kernel is free not to give any.
     """
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    elements = sum(layer.packed.numel() for layer in layers)
     memory = torch.empty(elements + _LARGE_PAGE // 2, dtype=torch.bfloat16)
-    skipped = -memory.data_ptr() % _LARGE_PAGE
+    at = -memory.data_ptr() % _LARGE_PAGE // 2
     ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(memory.data_ptr() + skipped), ctypes.c_size_t(2 * elements), _MADV_HUGEPAGE
+        ctypes.c_void_p(memory.data_ptr() + 2 * at), ctypes.c_size_t(2 * elements), _MADV_HUGEPAGE
     )
-    return memory[skipped // 2 : skipped // 2 + elements]
+    for layer in layers:
+        room = memory[at : at + layer.packed.numel()]
+        at += layer.packed.numel()
+        layer.packed = room.view_as(layer.packed).copy_(layer.packed)
 
 
 def packed_shapes(model: nn.Module) -> dict[str, PackedShape]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from broker.logs import Log
 
-from . import batch, compiled, graphs, kv_cache, linears, native, support
+from . import batch, compiled, fused, graphs, kv_cache, linears, native, support
 from .attention import Attend, PagedInput, cpu, gathered, plug_in, varlen
 from .batch import Batch, RowLike
 from .settings import WorkerSettings
@@ -180,7 +180,10 @@ class Runner:
         except (native.BuildFailed, OSError) as problem:
             self._log.warning("cpu kernels not built; torch's own operations serve", reason=str(problem))
             return False
-        self._log.info("cpu kernels", linear_layers=linears.use_kernels(self._model))
+        fused_layers = fused.use_kernels(self._model)
+        linear_layers = linears.use_kernels(self._model)
+        linears.gather(self._model)
+        self._log.info("cpu kernels", linear_layers=linear_layers, fused_layers=fused_layers)
         return True
 
     def _choose_attention(self) -> Attend:

@@ -110,6 +110,14 @@ def _register_shapes() -> None:
     def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int, wide: bool) -> Tensor:
         return x.new_empty((*x.shape[:-1], columns), dtype=torch.float32 if wide else x.dtype)
 
+    @torch.library.register_fake("loadonce::packed_gated")
+    def _packed_gated(x: Tensor, packed: Tensor, columns: int, gate: int) -> Tensor:
+        return x.new_empty((*x.shape[:-1], columns))
+
+    @torch.library.register_fake("loadonce::rms_norm")
+    def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, scale: int) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
     @torch.library.register_fake("loadonce::linear_nf4")
     def _linear_nf4(x: Tensor, *rest: object) -> Tensor:
         columns = rest[-3]

@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "crew.h"
+#include "exponential.h"
 #include "rows.h"
 
 namespace loadonce {
@@ -26,22 +26,6 @@ inline float to_float(float value) { return value; }
 inline float to_float(bf16_bits value) { return widen(value); }
 inline void from_float(float value, float* at) { *at = value; }
 inline void from_float(float value, bf16_bits* at) { *at = narrow(value); }
-
-// eˣ for x ≤ 0, to the last bits of float32; written so that the compiler makes vectors of it.
-inline float exponential(float x) {
-  x = std::max(x, -87.0f);
-  const float whole = std::nearbyint(x * 1.44269504f);
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float sum = 1.0f / 5040;
-  sum = sum * rest + 1.0f / 720;
-  sum = sum * rest + 1.0f / 120;
-  sum = sum * rest + 1.0f / 24;
-  sum = sum * rest + 1.0f / 6;
-  sum = sum * rest + 0.5f;
-  sum = sum * rest + 1.0f;
-  sum = sum * rest + 1.0f;
-  return sum * std::bit_cast<float>((static_cast<int32_t>(whole) + 127) << 23);
-}
 
 // Where things lie in a cache [pages, page_tokens, kv_heads, dim], in elements.
 struct Strides {

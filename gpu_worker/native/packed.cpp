@@ -1,4 +1,6 @@
 // loadonce::packed_linear: x · weightᵀ + bias in bfloat16 over a weight packed once, when the model is loaded.
+// loadonce::packed_gated: act(x · gateᵀ) * (x · upᵀ), the first half of most models' feed-forward layers, over both
+// weights in one: a panel holds sixteen columns of each, so that a tile has what belongs together in its registers.
 //
 // A panel holds 32 columns of the layer, pair by pair along the depth: [panels, depth / 2, 32, 2]. So the weight
 // is read in one stream, an accumulator holds 16 columns, and no sum runs across a register. Each element of the
@@ -14,6 +16,7 @@
 #include <utility>
 
 #include "crew.h"
+#include "exponential.h"
 #include "rows.h"
 
 namespace loadonce {
@@ -28,15 +31,19 @@ constexpr int64_t kPieceBytes = 64 * 1024;  // of weight read for a few rows: wo
 constexpr int64_t kMostPieces = 64;
 constexpr int64_t kLine = 64;  // bytes of a cache line; a pair of the depth has two of a panel
 
+enum class Gate : int64_t { kNone, kSilu, kGeluTanh };
+
 struct PackedLinear {
   const bf16_bits* x;
   const bf16_bits* packed;
   const bf16_bits* bias;
   bf16_bits* out;
   float* wide;  // where results go unrounded, instead of to `out`
-  int64_t rows, columns, depth;
+  int64_t rows, columns, depth;  // columns of the result
+  Gate gate;
 
-  int64_t panels() const { return (columns + kPanel - 1) / kPanel; }
+  int64_t panel_columns() const { return gate == Gate::kNone ? kPanel : kPanel / 2; }
+  int64_t panels() const { return (columns + panel_columns() - 1) / panel_columns(); }
   int64_t panel_bytes() const { return 2 * kPanel * depth; }
 
   int64_t pieces() const {
@@ -96,10 +103,24 @@ struct PackedLinear {
         sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, high);
       }
     }
+    if (gate == Gate::kNone)
+      store<ROWS>(sum, first, panel);
+    else if (gate == Gate::kSilu)
+      store_gated<ROWS>(sum, first, panel, silu);
+    else
+      store_gated<ROWS>(sum, first, panel, gelu_tanh);
+  }
+
+  static __mmask16 mask(int64_t left) {
+    return left < kPanel / 2 ? static_cast<__mmask16>((1u << left) - 1) : 0xFFFF;
+  }
+
+  template <size_t ROWS>
+  void store(const __m512 (&sum)[ROWS][2], int64_t first, int64_t panel) const {
     for (int half = 0; half < 2; ++half) {
       const int64_t column = panel * kPanel + half * kPanel / 2, left = columns - column;
       if (left <= 0) break;
-      const __mmask16 kept = left < kPanel / 2 ? static_cast<__mmask16>((1u << left) - 1) : 0xFFFF;
+      const __mmask16 kept = mask(left);
       __m512 shift = _mm512_setzero_ps();
       if (bias)
         shift = _mm512_castsi512_ps(
@@ -114,21 +135,35 @@ struct PackedLinear {
       }
     }
   }
+
+  // Rounds where the separate operations would: gate, up, the activation, the product.
+  template <size_t ROWS, typename Activation>
+  void store_gated(const __m512 (&sum)[ROWS][2], int64_t first, int64_t panel, Activation activation) const {
+    constexpr int kLanes = kPanel / 2;
+    const int64_t column = panel * kLanes;
+    const __mmask16 kept = mask(columns - column);
+    for (size_t r = 0; r < ROWS; ++r) {
+      alignas(64) float gates[kLanes], ups[kLanes];
+      _mm512_store_ps(gates, sum[r][0]);
+      _mm512_store_ps(ups, sum[r][1]);
+#pragma omp simd
+      for (int c = 0; c < kLanes; ++c)
+        ups[c] = widen(narrow(activation(widen(narrow(gates[c]))))) * widen(narrow(ups[c]));
+      const __m256i results = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(ups));
+      _mm256_mask_storeu_epi16(out + (first + static_cast<int64_t>(r)) * columns + column, kept, results);
+    }
+  }
 };
 
 #endif  // LOADONCE_BF16_DOT
 
-// `wide`: results in float32. For the output head: two tokens that are nearly equally likely have the same logit
-// once it is rounded to bfloat16, and then the order of the vocabulary would choose between them.
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                         int64_t columns, bool wide) {
+at::Tensor compute(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                   int64_t columns, bool wide, int64_t gate) {
 #ifdef LOADONCE_BF16_DOT
   const int64_t depth = 2 * packed.size(1), rows = x.size(-1) ? x.numel() / x.size(-1) : 0;
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && packed.scalar_type() == at::kBFloat16 && packed.is_contiguous() &&
                   packed.dim() == 4 && packed.size(2) == kPanel && packed.size(3) == 2,
-              "packed_linear: bfloat16, and a weight [panels, depth / 2, 32, 2]");
-  TORCH_CHECK((x.size(-1) + 1) / 2 * 2 == depth && packed.size(0) == (columns + kPanel - 1) / kPanel,
-              "packed_linear: x is ", x.sizes(), ", the weight ", packed.sizes(), " for ", columns, " columns");
+              "packed layers: bfloat16, and a weight [panels, depth / 2, 32, 2]");
   const at::Tensor input = x.size(-1) % 2 ? at::constant_pad_nd(x, {0, 1}).contiguous() : x.contiguous();
   auto shape = x.sizes().vec();
   shape.back() = columns;
@@ -140,7 +175,10 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
                          wide ? static_cast<float*>(out.data_ptr()) : nullptr,
                          rows,
                          columns,
-                         depth};
+                         depth,
+                         static_cast<Gate>(gate)};
+  TORCH_CHECK((x.size(-1) + 1) / 2 * 2 == depth && packed.size(0) == job.panels(), "packed layers: x is ", x.sizes(),
+              ", the weight ", packed.sizes(), " for ", columns, " columns");
   const int64_t panels = job.panels(), pieces = job.pieces(), threads = at::get_num_threads();
   share_out(pieces, [&](int64_t number) {
     const int64_t begin = panels * number / pieces, end = panels * (number + 1) / pieces;
@@ -149,8 +187,21 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   });
   return out;
 #else
-  TORCH_CHECK(false, "packed_linear: this processor has no bfloat16 dot product");
+  TORCH_CHECK(false, "packed layers: this processor has no bfloat16 dot product");
 #endif
+}
+
+// `wide`: results in float32. For the output head: two tokens that are nearly equally likely have the same logit
+// once it is rounded to bfloat16, and then the order of the vocabulary would choose between them.
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                         int64_t columns, bool wide) {
+  return compute(x, packed, bias, columns, wide, 0);
+}
+
+// `gate`: 1 for silu, 2 for gelu by tanh.
+at::Tensor packed_gated(const at::Tensor& x, const at::Tensor& packed, int64_t columns, int64_t gate) {
+  TORCH_CHECK(gate == 1 || gate == 2, "packed_gated: gate is 1 or 2, not ", gate);
+  return compute(x, packed, std::nullopt, columns, false, gate);
 }
 
 bool has_bf16_dot() {
@@ -165,8 +216,12 @@ bool has_bf16_dot() {
 
 TORCH_LIBRARY_FRAGMENT(loadonce, library) {
   library.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int columns, bool wide) -> Tensor");
+  library.def("packed_gated(Tensor x, Tensor packed, int columns, int gate) -> Tensor");
   library.def("has_bf16_dot() -> bool", &has_bf16_dot);
 }
-TORCH_LIBRARY_IMPL(loadonce, CPU, library) { library.impl("packed_linear", &packed_linear); }
+TORCH_LIBRARY_IMPL(loadonce, CPU, library) {
+  library.impl("packed_linear", &packed_linear);
+  library.impl("packed_gated", &packed_gated);
+}
 
 }  // namespace loadonce
