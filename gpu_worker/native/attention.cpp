@@ -335,7 +335,7 @@ struct Attention {
       __m512 wide[VECTORS];
       for (int v = 0; v < VECTORS; ++v) {
         const __m256i* at = reinterpret_cast<const __m256i*>(own.values[k] + from + 16 * v);
-        wide[v] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
+        wide[v] = wider(_mm256_loadu_si256(at));
       }
       for (int r = 0; r < ROWS; ++r) {
         const __m512 weight = _mm512_set1_ps(weights[r * kKeys + k]);

@@ -106,9 +106,9 @@ struct PackedLinear {
     if (gate == Gate::kNone)
       store<ROWS>(sum, first, panel);
     else if (gate == Gate::kSilu)
-      store_gated<ROWS>(sum, first, panel, silu);
+      store_gated<ROWS>(sum, first, panel, [](__m512 x) { return silu(x); });
     else
-      store_gated<ROWS>(sum, first, panel, gelu_tanh);
+      store_gated<ROWS>(sum, first, panel, [](__m512 x) { return gelu_tanh(x); });
   }
 
   static __mmask16 mask(int64_t left) {
@@ -123,8 +123,7 @@ struct PackedLinear {
       const __mmask16 kept = mask(left);
       __m512 shift = _mm512_setzero_ps();
       if (bias)
-        shift = _mm512_castsi512_ps(
-            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(kept, bias + column)), 16));
+        shift = wider(_mm256_maskz_loadu_epi16(kept, bias + column));
       for (size_t r = 0; r < ROWS; ++r) {
         const __m512 total = _mm512_add_ps(sum[r][half], shift);
         const int64_t at = (first + static_cast<int64_t>(r)) * columns + column;
@@ -143,13 +142,8 @@ struct PackedLinear {
     const int64_t column = panel * kLanes;
     const __mmask16 kept = mask(columns - column);
     for (size_t r = 0; r < ROWS; ++r) {
-      alignas(64) float gates[kLanes], ups[kLanes];
-      _mm512_store_ps(gates, sum[r][0]);
-      _mm512_store_ps(ups, sum[r][1]);
-#pragma omp simd
-      for (int c = 0; c < kLanes; ++c)
-        ups[c] = widen(narrow(activation(widen(narrow(gates[c]))))) * widen(narrow(ups[c]));
-      const __m256i results = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(ups));
+      const __m512 gates = rounded(activation(rounded(sum[r][0]))), ups = rounded(sum[r][1]);
+      const __m256i results = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(gates, ups));
       _mm256_mask_storeu_epi16(out + (first + static_cast<int64_t>(r)) * columns + column, kept, results);
     }
   }

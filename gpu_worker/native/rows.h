@@ -33,6 +33,12 @@ inline __m512bh load_bf16(const bf16_bits* at, __mmask32 some) {
   return (__m512bh)_mm512_maskz_loadu_epi16(some, at);
 }
 
+inline __m512 wider(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+
+inline __m512 rounded(__m512 values) { return wider((__m256i)_mm512_cvtneps_pbh(values)); }
+
 // The sums of four registers, in the order of the arguments.
 inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
   __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
