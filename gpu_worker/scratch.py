@@ -75,8 +75,14 @@ def _removed_on_signals(folder: Path) -> Iterator[None]:
         signal.signal(number, before[number])
         signal.raise_signal(number)
 
-    before = {int(number): signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        int(number): signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as in a shell's background: it ends nothing
+    }
     try:
+        for number in before:
+            signal.signal(number, leave)
         yield
     finally:
         for number, handler in before.items():

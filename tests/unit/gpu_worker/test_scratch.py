@@ -18,6 +18,7 @@ from pathlib import Path
 from gpu_worker.scratch import scratch
 
 signal.signal(signal.SIGTERM, lambda *_: os._exit(5))  # as a worker does while it loads
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in the background with it ignored
 with scratch(Path(sys.argv[1])) as made:
     (made / "model.safetensors").touch()
     print(made, flush=True)
@@ -35,8 +36,12 @@ def start_holder(directory: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 def end(process: subprocess.Popen[str], number: int) -> int:
-    process.send_signal(number)
-    process.communicate(timeout=10)
+    with process:
+        process.send_signal(number)
+        try:
+            process.wait(timeout=10)
+        finally:
+            process.kill()
     return process.returncode
 
 
@@ -79,6 +84,18 @@ def test_signals_do_what_they_did_once_the_folder_is_done(tmp_path: Path) -> Non
     with scratch(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is not before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_ignored_takes_nothing_away(tmp_path: Path, number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with scratch(tmp_path) as made:
+            signal.raise_signal(number)
+            assert made.is_dir()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_folder_that_is_swept_before_its_lock_is_made_anew(
